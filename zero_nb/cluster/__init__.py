@@ -1,0 +1,1 @@
+"""Ranks that talk: worlds, their collectives, and the log of what was sent."""

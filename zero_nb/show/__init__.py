@@ -1,0 +1,1 @@
+"""Pictures and tables. The only room that imports matplotlib, and only inside functions."""

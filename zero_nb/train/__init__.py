@@ -1,0 +1,1 @@
+"""Real training: models, the four ZeRO stages, the ledger of bytes, the engine."""

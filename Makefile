@@ -1,0 +1,69 @@
+# Needs: Python >= 3.11 and make. Every target makes its own .venv once and installs into it.
+#
+#   make run        the main job: train stages 0-3 on simulated ranks, compare, draw digits
+#   make lab        open the notebooks in JupyterLab
+#   make test       all tests and all notebooks
+#   make check      style and import contracts only (seconds)
+#   make figures    write figures/
+#   make notebooks  execute the notebooks and write them in normal form
+#
+# Another interpreter: make PYTHON=python3.13 run
+
+PYTHON ?= python3
+VENV := .venv
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
+BIN := $(VENV)/bin
+endif
+PY := $(BIN)/python
+# Relative, so that a clone whose path has spaces works. Newer than what it was made from.
+READY := $(VENV)/.ready
+# What runs as plain Python too, see `test`.
+KERNEL_TESTS := $(wildcard $(addprefix tests/test_,$(addsuffix .py, \
+    checks flat kernels norm partition precision rank_axis update)))
+
+.PHONY: help run lab test test-long test-browser check figures notebooks clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python >= 3.11 is needed, this is ' + sys.version.split()[0] + '; try: make PYTHON=python3.12')"
+	@echo "Setting up $(VENV) (about a minute, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev]"
+	$(PY) -c "open('$(READY)', 'w').close()"
+
+run: $(READY)
+	$(BIN)/zero-nb run
+
+lab: $(READY)
+	$(BIN)/zero-nb lab
+
+# The kernels once as plain Python first (what coverage and a debugger see), then everything, so
+# that pytest's summary of everything comes last.
+test: $(READY)
+	NUMBA_DISABLE_JIT=1 $(PY) -m pytest -q $(KERNEL_TESTS)
+	$(PY) -m pytest -q
+
+test-long: $(READY)
+	$(PY) -m pytest -q -m "not browser" --hypothesis-profile=nightly tests
+
+test-browser: $(READY)
+	$(PY) -m pytest -q -m browser tests/browser
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(PY) tools/nbtools.py check
+
+figures: $(READY)
+	$(BIN)/zero-nb figures --out figures
+
+notebooks: $(READY)
+	$(PY) tools/nbtools.py run
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

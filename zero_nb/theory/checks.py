@@ -1,10 +1,12 @@
-"""Checks of what a user typed, with errors that say what to do.  Shared by the theory room."""
+"""Checks of what a user typed, with errors that say what to do."""
 
 from __future__ import annotations
 
 import difflib
 import operator
 from collections.abc import Iterable
+
+from zero_nb.config import UsageError
 
 __all__ = ["check_count", "check_divides", "check_positive", "check_stage", "name_error"]
 
@@ -14,14 +16,14 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
     Raises
     ------
-    ValueError
+    UsageError
         With the name, the value and what was expected.
     """
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
     counts = hasattr(whole, "__index__") and not isinstance(whole, bool)
     number = operator.index(whole) if counts else least - 1
     if number < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return number
 
 
@@ -30,11 +32,11 @@ def check_positive(name: str, value: object) -> float:
 
     Raises
     ------
-    ValueError
+    UsageError
         With the name, the value and what was expected.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise ValueError(f"{name} must be a number above zero, got {value!r}")
+        raise UsageError(f"{name} must be a number above zero, got {value!r}")
     return float(value)
 
 
@@ -43,12 +45,12 @@ def check_stage(stage: object) -> int:
 
     Raises
     ------
-    ValueError
+    UsageError
         For anything else.
     """
     number = getattr(stage, "value", stage)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= 3:
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
+        raise UsageError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
     return int(number)
 
 
@@ -57,11 +59,11 @@ def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> int
 
     Raises
     ------
-    ValueError
+    UsageError
         Where it is not.
     """
     if whole % part:
-        raise ValueError(
+        raise UsageError(
             f"{part_name} {part} does not divide {whole_name} {whole}; "
             f"choose a {part_name} that does, such as {_largest_divisor(whole, part)}"
         )
@@ -73,12 +75,12 @@ def _largest_divisor(whole: int, limit: int) -> int:
     return next(d for d in range(min(limit, whole), 0, -1) if whole % d == 0)
 
 
-def name_error(kind: str, name: object, known: Iterable[str]) -> ValueError:
+def name_error(kind: str, name: object, known: Iterable[str]) -> UsageError:
     """The error for an unknown name, offering the nearest known ones."""
     known = list(known)
     folded = {entry.casefold(): entry for entry in known}
     near = difflib.get_close_matches(str(name).casefold(), folded, n=3, cutoff=0.4)
     offer = [folded[entry] for entry in near] or known[:8]
     if near:
-        return ValueError(f"unknown {kind} {str(name)!r}; did you mean {' or '.join(offer)}?")
-    return ValueError(f"unknown {kind} {str(name)!r}; known are {', '.join(offer)}")
+        return UsageError(f"unknown {kind} {str(name)!r}; did you mean {' or '.join(offer)}?")
+    return UsageError(f"unknown {kind} {str(name)!r}; known are {', '.join(offer)}")

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zero_nb.config import UsageError
 from zero_nb.theory.checks import check_count, check_stage, name_error
 
 __all__ = [
@@ -133,7 +134,7 @@ def get_recipe(precision: str = "bf16", optimizer: str = "adamw") -> Recipe:
 
     Raises
     ------
-    ValueError
+    UsageError
         For an unknown name, with the nearest ones.
 
     Examples
@@ -246,7 +247,7 @@ def model_state_bytes(
 
     Raises
     ------
-    ValueError
+    UsageError
         For a stage outside 0–3, fewer than one rank, or a negative `numel`.
 
     Notes
@@ -337,7 +338,7 @@ def zero_stage_memory_reduction(
 
     Raises
     ------
-    ValueError
+    UsageError
         For a stage outside 0–3, a `world_size` below 1 or negative bytes.
 
     Notes
@@ -354,7 +355,7 @@ def zero_stage_memory_reduction(
     given = {"param_bytes": param_bytes, "grad_bytes": grad_bytes, "opt_bytes": opt_bytes}
     for name, value in given.items():
         if not value >= 0:
-            raise ValueError(f"{name} must be zero or more bytes, got {value}")
+            raise UsageError(f"{name} must be zero or more bytes, got {value}")
     baseline = param_bytes + grad_bytes + opt_bytes
     if stage == 0 or world_size == 1 or baseline == 0:
         return 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zero_nb.config import UsageError
 from zero_nb.theory.checks import check_count, check_stage
 from zero_nb.theory.memory import get_recipe
 
@@ -83,7 +84,7 @@ def step_traffic(
 
     Raises
     ------
-    ValueError
+    UsageError
         For counts below 1, and where an option has no meaning at the stage.
 
     Notes
@@ -107,7 +108,7 @@ def step_traffic(
     counts = _per_unit("gathers", gathers, len(sent))
     learns = [True] * len(sent) if trainable is None else list(trainable)
     if len(learns) != len(sent):
-        raise ValueError(
+        raise UsageError(
             f"trainable has {len(learns)} entries, expected {len(sent)}, one per numel"
         )
 
@@ -182,12 +183,12 @@ def bytes_per_step(
 def _check_options(stage: int, no_sync: bool, reduce_every_micro_batch: bool) -> None:
     """Refuse options that mean nothing at this stage."""
     if no_sync and stage != 3:
-        raise ValueError(
+        raise UsageError(
             f"no_sync is for stage 3, got stage {stage}: stages 0 and 1 already reduce once, and "
             "stage 2 that keeps whole gradients is stage 1"
         )
     if reduce_every_micro_batch and stage > 1:
-        raise ValueError(
+        raise UsageError(
             f"reduce_every_micro_batch is for stages 0 and 1, got stage {stage}, "
             "which reduces every micro-batch anyway"
         )
@@ -208,5 +209,5 @@ def _per_unit(name: str, value: int | Sequence[int], units: int) -> list[int]:
     """One number for all units, or one for each."""
     values = list(value) if isinstance(value, Iterable) else [value] * units
     if len(values) != units:
-        raise ValueError(f"{name} has {len(values)} entries, expected {units}, one per numel")
+        raise UsageError(f"{name} has {len(values)} entries, expected {units}, one per numel")
     return [check_count(name, entry, least=0) for entry in values]

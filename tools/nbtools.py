@@ -1,0 +1,360 @@
+"""Notebooks in one normal form: `run`, `normalise`, `check`.
+
+A notebook is kept with its outputs, and is written by one command only, so that a difference in
+the file is a difference in what it says. ``run`` executes in a fresh kernel and normalises;
+``normalise`` brings one that was saved in JupyterLab into the same form; ``check`` tells what is
+wrong with one. The normal form keeps what a reader sees and drops what a machine left behind: the
+kernel's exact version, timings, widget models, cell metadata other than tags.
+
+    python tools/nbtools.py run notebooks/00_see_the_saving_first.ipynb
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+
+KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+LANGUAGE_INFO = {"name": "python"}
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+SHORTEST_ALT = 20
+CELL_SECONDS = 120
+
+_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+# Folders that exist on one machine only; spelled so that this line is no such path itself.
+_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|work|private|mnt)/|\b[A-Z]:\\+[A-Za-z]")
+_EMBEDDED = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=]+")
+
+
+# ------------------------------------------------------------------------------- the normal form
+
+
+def normalise(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Bring a notebook into normal form.
+
+    Parameters
+    ----------
+    notebook
+        A version 4 notebook as JSON was read; not changed.
+
+    Returns
+    -------
+    dict
+        A new notebook. Normalising it again changes nothing.
+
+    Raises
+    ------
+    ValueError
+        If it is not a version 4 notebook.
+    """
+    if notebook.get("nbformat") != 4 or not isinstance(notebook.get("cells"), list):
+        raise ValueError(
+            f"expected a notebook with nbformat 4, got {notebook.get('nbformat')!r}; "
+            "open and save it in JupyterLab first"
+        )
+    taken: set[str] = set()
+    return {
+        "cells": [_cell(cell, place, taken) for place, cell in enumerate(notebook["cells"])],
+        "metadata": {"kernelspec": dict(KERNELSPEC), "language_info": dict(LANGUAGE_INFO)},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+def to_text(notebook: dict[str, Any]) -> str:
+    """Write a notebook as JupyterLab would: sorted keys, one space of indent, lines apart.
+
+    Parameters
+    ----------
+    notebook
+        As `normalise` returns it.
+
+    Returns
+    -------
+    str
+        JSON with a newline at its end.
+    """
+    text = json.dumps(
+        notebook, indent=1, sort_keys=True, ensure_ascii=False, separators=(",", ": ")
+    )
+    return text + "\n"
+
+
+def _cell(cell: dict[str, Any], place: int, taken: set[str]) -> dict[str, Any]:
+    """One cell in normal form; its id goes into `taken`."""
+    source = _text(cell.get("source", "")).replace("\r\n", "\n")
+    kind = cell["cell_type"]
+    tags = cell.get("metadata", {}).get("tags")
+    out: dict[str, Any] = {
+        "cell_type": kind,
+        "id": _cell_id(cell.get("id"), place, source, taken),
+        "metadata": {"tags": list(tags)} if tags else {},
+        "source": _lines(source),
+    }
+    if kind == "code":
+        out["execution_count"] = cell.get("execution_count")
+        out["outputs"] = _outputs(cell.get("outputs", []))
+    elif cell.get("attachments"):
+        out["attachments"] = cell["attachments"]
+    return out
+
+
+def _cell_id(given: Any, place: int, source: str, taken: set[str]) -> str:
+    """The cell's own id if it is valid and free, else one made from its place and source."""
+    name = given if isinstance(given, str) and _ID.fullmatch(given) else None
+    attempt = 0
+    while name is None or name in taken:
+        seed = f"{place}:{attempt}:{source}"
+        name = hashlib.sha256(seed.encode()).hexdigest()[:8]
+        attempt += 1
+    taken.add(name)
+    return name
+
+
+def _outputs(outputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Outputs in normal form: what was streamed in one go is one output."""
+    out: list[dict[str, Any]] = []
+    for output in outputs:
+        kind = output["output_type"]
+        if kind == "stream":
+            text = _text(output.get("text", ""))
+            if out and out[-1]["output_type"] == "stream" and out[-1]["name"] == output["name"]:
+                out[-1]["text"] = _lines(_text(out[-1]["text"]) + text)
+            elif text:
+                out.append({"name": output["name"], "output_type": kind, "text": _lines(text)})
+        elif kind == "error":
+            out.append(
+                {key: output[key] for key in ("ename", "evalue", "output_type", "traceback")}
+            )
+        else:
+            shown: dict[str, Any] = {
+                "data": _bundle(output.get("data", {})),
+                "metadata": {},
+                "output_type": kind,
+            }
+            if kind == "execute_result":
+                shown["execution_count"] = output.get("execution_count")
+            out.append(shown)
+    return out
+
+
+def _bundle(data: dict[str, Any]) -> dict[str, Any]:
+    """One output in its several forms, without the widget's view: its model is gone on opening."""
+    out = {}
+    for kind, content in data.items():
+        if kind == WIDGET_VIEW:
+            continue
+        if kind.endswith("json"):
+            out[kind] = content
+        elif kind.startswith("text/") or kind in ("image/svg+xml", "application/javascript"):
+            out[kind] = _lines(_text(content))
+        else:
+            out[kind] = _text(content)
+    return out
+
+
+def _text(content: str | Sequence[str]) -> str:
+    """A text that JSON may hold as one string or as a list of lines."""
+    return content if isinstance(content, str) else "".join(content)
+
+
+def _lines(text: str) -> list[str]:
+    """A text as nbformat stores it: a list of lines that keep their line ends."""
+    return text.splitlines(keepends=True)
+
+
+# -------------------------------------------------------------------------------------- the guard
+
+
+def problems(text: str) -> list[str]:
+    """Tell all that is wrong with a notebook file.
+
+    The notebook tests compare outputs with what is stored, so a notebook that was never run, or
+    run in part, has nothing to compare and would pass. This is the guard against that, and
+    against what makes a notebook differ from one machine to the next or unreadable for some.
+
+    Parameters
+    ----------
+    text
+        The file's content.
+
+    Returns
+    -------
+    list of str
+        One sentence for each problem, naming the cell (counted from 0, Markdown cells too) and
+        what to do. Empty if all is well.
+    """
+    import nbformat
+
+    try:
+        notebook = json.loads(text)
+        nbformat.validate(notebook)
+        normal = normalise(notebook)
+    except Exception as error:  # of many types, from the parser to the schema
+        return [f"not a valid notebook: {str(error).splitlines()[0]}"]
+    found = []
+    if text != to_text(normal):
+        found.append("not in normal form; run `python tools/nbtools.py normalise` on it")
+    expected = 0
+    for place, cell in enumerate(normal["cells"]):
+        if cell["cell_type"] != "code":
+            continue
+        expected += 1
+        found += [f"cell {place}: {problem}" for problem in _cell_problems(cell, expected)]
+    if not expected:
+        found.append("has no code cell")
+    return found
+
+
+def _cell_problems(cell: dict[str, Any], expected: int) -> Iterator[str]:
+    """What is wrong with one code cell that should be the `expected`-th to be executed."""
+    source = _text(cell["source"])
+    if not source.strip():
+        yield "empty; remove it"
+    if cell["execution_count"] != expected:
+        yield (
+            f"has execution count {cell['execution_count']}, expected {expected}; run the whole "
+            "notebook in a fresh kernel (`make notebooks`)"
+        )
+    for line in source.splitlines():
+        if line.rstrip().endswith(";"):
+            yield f"a line ends with ';' ({line.strip()!r}); the notebook tests fail on it"
+    for output in cell["outputs"]:
+        yield from _output_problems(output, cell["metadata"].get("tags", []))
+
+
+def _output_problems(output: dict[str, Any], tags: Sequence[str]) -> Iterator[str]:
+    """What is wrong with one output of a cell with these tags."""
+    kind = output["output_type"]
+    if kind == "stream" and output["name"] != "stdout":
+        yield f"writes to {output['name']}: {_text(output['text']).strip()[:80]!r}"
+    if kind == "error" and "raises-exception" not in tags:
+        yield f"ends in {output['ename']}: {output['evalue'][:80]}"
+    data = output.get("data", {})
+    for picture in data:
+        if picture.startswith("image/"):
+            yield f"shows a bare {picture}; show a zero_nb.show figure, which says what is in it"
+    for alt in _alts(_text(data.get("text/html", ""))):
+        if alt is None or len(alt.strip()) < SHORTEST_ALT:
+            yield f"shows a picture without a sentence (alt is {alt!r})"
+    said = _EMBEDDED.sub("", json.dumps(output, ensure_ascii=False))
+    for pattern, what in ((_ADDRESS, "a memory address"), (_PATH, "a path of one machine")):
+        hit = pattern.search(said)
+        if hit:
+            yield f"shows {what}: {hit.group()!r}"
+
+
+def _alts(page: str) -> list[str | None]:
+    """The alternative text of each picture in an HTML output; None where there is none."""
+    found: list[str | None] = []
+
+    class Pictures(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag in ("img", "svg"):
+                found.append(dict(attrs).get("alt" if tag == "img" else "aria-label"))
+
+    Pictures().feed(page)
+    return found
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def execute(text: str, folder: Path) -> dict[str, Any]:
+    """Run a notebook in a fresh kernel of this Python and bring it into normal form.
+
+    Parameters
+    ----------
+    text
+        The notebook file's content.
+    folder
+        The kernel's working directory.
+
+    Returns
+    -------
+    dict
+        The notebook with its new outputs.
+
+    Raises
+    ------
+    nbclient.exceptions.CellExecutionError
+        If a cell raises.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    # Ids first: reading a notebook without them would invent random ones.
+    notebook = nbformat.reads(to_text(normalise(json.loads(text))), as_version=4)
+    # A kernel of the same name in the home directory must not win over this environment's.
+    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name=KERNELSPEC["name"],
+        record_timing=False,
+        store_widget_state=False,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+    return normalise(json.loads(nbformat.writes(notebook)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(prog="nbtools", description=__doc__.split("\n")[0])
+    parser.add_argument("command", choices=("run", "normalise", "check"))
+    parser.add_argument("notebook", nargs="*", type=Path, help="default: all in notebooks/")
+    options = parser.parse_args(arguments)
+    failed = False
+    for path in options.notebook or sorted(NOTEBOOKS.rglob("*.ipynb")):
+        if ".ipynb_checkpoints" in path.parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        try:
+            if options.command == "run":
+                _write(path, to_text(execute(text, path.parent)))
+            elif options.command == "normalise":
+                _write(path, to_text(normalise(json.loads(text))))
+        except Exception as error:
+            # The file stays as it was; the other notebooks still get their turn.
+            print(f"{path.name}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        found = problems(path.read_text(encoding="utf-8"))
+        for problem in found:
+            print(f"{path.name}: {problem}", file=sys.stderr)
+        failed = failed or bool(found)
+        print(f"{path.name}: {'see above' if found else 'fine'}")
+    return int(failed)
+
+
+def _write(path: Path, text: str) -> None:
+    """Put the file in place in one step; an unchanged one keeps its time."""
+    content = text.encode("utf-8")
+    if path.exists() and path.read_bytes() == content:
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -249,11 +249,26 @@ def _output_problems(output: dict[str, Any], tags: Sequence[str]) -> Iterator[st
     for alt in _alts(_text(data.get("text/html", ""))):
         if alt is None or len(alt.strip()) < SHORTEST_ALT:
             yield f"shows a picture without a sentence (alt is {alt!r})"
-    said = _EMBEDDED.sub("", json.dumps(output, ensure_ascii=False))
+    said = _EMBEDDED.sub("", "\n".join(_strings(output)))
     for pattern, what in ((_ADDRESS, "a memory address"), (_PATH, "a path of one machine")):
         hit = pattern.search(said)
         if hit:
             yield f"shows {what}: {hit.group()!r}"
+
+
+def _strings(node: Any) -> Iterator[str]:
+    """Every text in an output, lists of lines joined."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from _strings(item)
+    elif isinstance(node, list):
+        texts = [item for item in node if isinstance(item, str)]
+        yield "".join(texts)
+        for item in node:
+            if not isinstance(item, str):
+                yield from _strings(item)
 
 
 def _alts(page: str) -> list[str | None]:

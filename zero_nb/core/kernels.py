@@ -1,0 +1,705 @@
+"""Every compiled kernel of the package: raw, in place, unchecked.
+
+A kernel takes one-dimensional contiguous buffers and int64 tables and trusts them. Exactly one
+public wrapper in a neighbouring module checks shape, dtype, layout, alignment, writability and
+overlap before it calls; nothing outside ``zero_nb.core`` imports this module.
+
+[Note: one file] Numba's disk cache is keyed by the file of the function that is called, so a
+helper that changed in another file would silently stay stale. Kernels and the constants they read
+therefore live here together.
+
+[Note: same bits] No fastmath, float32 constants, a fixed order of addition, ``prange`` over outputs
+and never over a sum. Every kernel gives the same bits with any number of threads, in its
+sequential and in its parallel form, and with ``NUMBA_DISABLE_JIT=1``.
+
+[Note: re-slice] ``d[a + i] = s[b + i]`` with signed computed indices does not vectorise (0.16 of
+the speed of memcpy). Kernels slice first and run over ``range(len)``.
+
+[Note: uint32] Inside njit ``uint32 op uint32`` is 64 bits wide, so each sub-expression is wrapped;
+without JIT a wrapping add would warn, so the formulas below never wrap.
+"""
+
+import threading
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+# Below this many elements the sequential form is faster than waking the threads.
+PARALLEL_FROM = 1 << 18
+
+COPY_BLOCK = 1 << 16  # elements of one block of a copy
+SUM_BLOCK = 1 << 13  # elements of one block of a sum over rows
+CACHE_BLOCK = 1 << 10  # elements of one block that is widened into a scratch in the L1 cache
+
+# Columns of a table of runs (see zero_nb.core.flat).
+ROW, TARGET, GRAD, STATE, PARAM, NUMEL, HYPER = range(7)
+RUN_COLUMNS = 7
+
+# Columns of Adam's table of hyper-parameters.
+ADAM_GRAD_SCALE, ADAM_DECAY, ADAM_ONE_MINUS_BETA1, ADAM_BETA2 = 0, 1, 2, 3
+ADAM_ONE_MINUS_BETA2, ADAM_BIAS2_SQRT, ADAM_STEP_SIZE, ADAM_EPS = 4, 5, 6, 7
+ADAM_HYPER = 8
+
+# Columns of SGD's table of hyper-parameters.
+SGD_GRAD_SCALE, SGD_WEIGHT_DECAY, SGD_MOMENTUM, SGD_LR = 0, 1, 2, 3
+SGD_HYPER = 4
+
+# How an element is stored.
+CODE_FLOAT32, CODE_BFLOAT16, CODE_FLOAT16 = 0, 1, 2
+
+# 2**52: a float64 in [2**52, 2**53) carries its integer value in its low 52 bits.
+_MAGIC = np.float64(4503599627370496.0)
+_MAGIC_BITS = np.int64(0x4330000000000000)
+
+_lock = threading.Lock()
+
+
+def _jit(parallel=False):
+    """Return the one njit decorator of the package, without a cache where none can be written."""
+
+    def decorate(function):
+        options = {"error_model": "numpy", "nogil": True, "parallel": parallel}
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # numba found no directory it may write a cache to
+            return njit(**options)(function)
+
+    return decorate
+
+
+def launch(sequential, parallel, elements, *args):
+    """Call the sequential kernel for little work, else the parallel one, one at a time.
+
+    The lock is there for numba's workqueue layer, which aborts the process when two threads start
+    parallel kernels at once; a parallel kernel uses every thread anyway, so nothing is lost with
+    the other layers. Sequential kernels release the GIL and need no lock.
+    """
+    if numba.config.DISABLE_JIT:
+        with np.errstate(all="ignore"):  # compiled code does not warn either
+            return (sequential if elements < PARALLEL_FROM else parallel)(*args)
+    if elements < PARALLEL_FROM:
+        return sequential(*args)
+    with _lock:
+        return parallel(*args)
+
+
+# ---------------------------------------------------------------------------------------------
+# 16-bit formats
+
+
+@_jit()
+def _float32_to_bfloat16(source, out):
+    """Round float32 bits (uint32) to bfloat16 bits, to nearest even; NaN becomes 0x7fc0 | sign."""
+    for i in range(out.size):
+        bits = np.uint32(source[i])
+        if np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            half = np.uint32(
+                np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000)) | np.uint32(0x7FC0)
+            )
+        else:
+            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            half = np.uint32(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+        out[i] = np.uint16(half)
+
+
+@_jit()
+def _bfloat16_to_float32(source, out):
+    """Widen bfloat16 bits to float32 bits (uint32): 16 zeros at the end, always exact."""
+    for i in range(out.size):
+        out[i] = np.uint32(np.uint32(source[i]) << np.uint32(16))
+
+
+@_jit()
+def _float32_to_float16(source, out):
+    """Round float32 bits (uint32) to float16 bits, to nearest even, with subnormals.
+
+    Too large becomes infinity; a NaN keeps its sign and the upper bits of its payload and is quiet.
+    """
+    for i in range(out.size):
+        bits = np.uint32(source[i])
+        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+        size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+        if size >= np.uint32(0x38800000):  # 2**-14, the smallest normal float16
+            if size >= np.uint32(0x47800000):  # 2**16 and above, infinity, NaN
+                half = np.uint32(0x7C00)
+                if size > np.uint32(0x7F800000):
+                    half = np.uint32(
+                        np.uint32(0x7E00)
+                        | np.uint32(np.uint32(size >> np.uint32(13)) & np.uint32(0x3FF))
+                    )
+            else:
+                odd = np.uint32(np.uint32(size >> np.uint32(13)) & np.uint32(1))
+                moved = np.uint32(size - np.uint32(0x38000000))  # exponent bias 127 -> 15
+                half = np.uint32(
+                    np.uint32(np.uint32(moved + np.uint32(0xFFF)) + odd) >> np.uint32(13)
+                )
+        else:  # a multiple of 2**-24: shift the whole significand, clamped where nothing is left
+            shift = np.uint32(np.uint32(126) - np.uint32(size >> np.uint32(23)))
+            shift = np.uint32(min(shift, np.uint32(25)))
+            whole = np.uint32(np.uint32(size & np.uint32(0x7FFFFF)) | np.uint32(0x800000))
+            odd = np.uint32(np.uint32(whole >> shift) & np.uint32(1))
+            below = np.uint32(
+                np.uint32(np.uint32(1) << np.uint32(shift - np.uint32(1))) - np.uint32(1)
+            )
+            half = np.uint32(np.uint32(np.uint32(whole + below) + odd) >> shift)
+        out[i] = np.uint16(np.uint32(half | sign))
+
+
+@_jit()
+def _float16_to_float32(source, out):
+    """Widen float16 bits to float32, always exact."""
+    bits = out.view(np.uint32)
+    for i in range(out.size):
+        half = np.uint32(source[i])
+        size = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
+        if size >= np.uint32(0x0F800000):  # infinity and NaN
+            size = np.uint32(size | np.uint32(0x7F800000))
+        else:
+            size = np.uint32(size + np.uint32(0x38000000))  # exponent bias 15 -> 127
+        bits[i] = np.uint32(np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16)) | size)
+    for i in range(out.size):  # zeros and subnormals: a small integer times 2**-24
+        half = np.uint32(source[i])
+        unit = np.float32(5.9604644775390625e-08)
+        if np.uint32(half & np.uint32(0x8000)) != np.uint32(0):
+            unit = -unit
+        small = np.float32(np.uint32(half & np.uint32(0x3FF))) * unit
+        if np.uint32(half & np.uint32(0x7C00)) == np.uint32(0):
+            out[i] = small
+
+
+@_jit()
+def _copy(source, out):
+    """Copy one block."""
+    for i in range(out.size):
+        out[i] = source[i]
+
+
+@_jit()
+def _widen(source, code, out):
+    """Widen one block of any format to float32."""
+    if code == CODE_FLOAT32:
+        for i in range(out.size):
+            out[i] = np.float32(source[i])
+    elif code == CODE_BFLOAT16:
+        _bfloat16_to_float32(source, out.view(np.uint32))
+    else:
+        _float16_to_float32(source, out)
+
+
+@_jit()
+def _round(source, code, out):
+    """Round one float32 block to any format."""
+    if code == CODE_FLOAT32:
+        for i in range(out.size):
+            out[i] = source[i]
+    elif code == CODE_BFLOAT16:
+        _float32_to_bfloat16(source.view(np.uint32), out)
+    else:
+        _float32_to_float16(source.view(np.uint32), out)
+
+
+@_jit()
+def _widen_all(source, code, out):
+    """Widen a buffer, sequentially."""
+    _widen(source, code, out)
+
+
+@_jit(parallel=True)
+def _widen_all_parallel(source, code, out):
+    """Widen a buffer, blocks in parallel."""
+    for b in prange((out.size + COPY_BLOCK - 1) // COPY_BLOCK):
+        start = b * COPY_BLOCK
+        stop = min(start + COPY_BLOCK, out.size)
+        _widen(source[start:stop], code, out[start:stop])
+
+
+@_jit()
+def _round_all(source, code, out):
+    """Round a buffer, sequentially."""
+    _round(source, code, out)
+
+
+@_jit(parallel=True)
+def _round_all_parallel(source, code, out):
+    """Round a buffer, blocks in parallel."""
+    for b in prange((out.size + COPY_BLOCK - 1) // COPY_BLOCK):
+        start = b * COPY_BLOCK
+        stop = min(start + COPY_BLOCK, out.size)
+        _round(source[start:stop], code, out[start:stop])
+
+
+# ---------------------------------------------------------------------------------------------
+# The rank axis: sums over rows in row order, and copies to every row
+
+
+@_jit()
+def _add_rows(x, rows, numel, start, o):
+    """Add the blocks of all float32 rows into o, left to right from row 0, four rows a pass."""
+    size = o.size
+    a = x[start : start + size]
+    r = 1
+    if rows >= 4:
+        b = x[numel + start : numel + start + size]
+        c = x[2 * numel + start : 2 * numel + start + size]
+        d = x[3 * numel + start : 3 * numel + start + size]
+        for i in range(size):
+            o[i] = ((a[i] + b[i]) + c[i]) + d[i]
+        r = 4
+    elif rows >= 2:
+        b = x[numel + start : numel + start + size]
+        for i in range(size):
+            o[i] = a[i] + b[i]
+        r = 2
+    else:
+        for i in range(size):
+            o[i] = a[i]
+    while r + 4 <= rows:
+        a = x[r * numel + start : r * numel + start + size]
+        b = x[(r + 1) * numel + start : (r + 1) * numel + start + size]
+        c = x[(r + 2) * numel + start : (r + 2) * numel + start + size]
+        d = x[(r + 3) * numel + start : (r + 3) * numel + start + size]
+        for i in range(size):
+            o[i] = (((o[i] + a[i]) + b[i]) + c[i]) + d[i]
+        r += 4
+    while r < rows:
+        a = x[r * numel + start : r * numel + start + size]
+        for i in range(size):
+            o[i] = o[i] + a[i]
+        r += 1
+
+
+@_jit()
+def _add_rows_bits(x, rows, numel, start, code, total, wide):
+    """Add the blocks of all rows of a 16-bit format in float32, left to right from row 0."""
+    size = total.size
+    _widen(x[start : start + size], code, total)
+    for r in range(1, rows):
+        _widen(x[r * numel + start : r * numel + start + size], code, wide)
+        for i in range(size):
+            total[i] = total[i] + wide[i]
+
+
+@_jit()
+def _sum_rows(x, rows, out):
+    """Sum of float32 rows, sequentially."""
+    numel = out.size
+    for start in range(0, numel, SUM_BLOCK):
+        _add_rows(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+
+
+@_jit(parallel=True)
+def _sum_rows_parallel(x, rows, out):
+    """Sum of float32 rows, blocks of the output in parallel."""
+    numel = out.size
+    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
+        start = b * SUM_BLOCK
+        _add_rows(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+
+
+@_jit()
+def _sum_rows_bits_span(x, rows, code, out, start, stop):
+    """Columns start..stop of the sum of 16-bit rows: added in float32, rounded once."""
+    numel = out.size
+    total = np.empty(CACHE_BLOCK, np.float32)
+    wide = np.empty(CACHE_BLOCK, np.float32)
+    for at in range(start, stop, CACHE_BLOCK):
+        size = min(CACHE_BLOCK, stop - at)
+        _add_rows_bits(x, rows, numel, at, code, total[:size], wide[:size])
+        _round(total[:size], code, out[at : at + size])
+
+
+@_jit()
+def _sum_rows_bits(x, rows, code, out):
+    """Sum of 16-bit rows, sequentially."""
+    _sum_rows_bits_span(x, rows, code, out, 0, out.size)
+
+
+@_jit(parallel=True)
+def _sum_rows_bits_parallel(x, rows, code, out):
+    """Sum of 16-bit rows, blocks of the output in parallel."""
+    for b in prange((out.size + SUM_BLOCK - 1) // SUM_BLOCK):
+        start = b * SUM_BLOCK
+        _sum_rows_bits_span(x, rows, code, out, start, min(start + SUM_BLOCK, out.size))
+
+
+@_jit()
+def _sum_rows_everywhere_span(x, rows, numel, code, start, stop):
+    """Columns start..stop of every row become the sum of the rows."""
+    total = np.empty(CACHE_BLOCK, np.float32)
+    wide = np.empty(CACHE_BLOCK, np.float32)
+    for at in range(start, stop, CACHE_BLOCK):
+        size = min(CACHE_BLOCK, stop - at)
+        _add_rows_bits(x, rows, numel, at, code, total[:size], wide[:size])
+        for r in range(rows):
+            _round(total[:size], code, x[r * numel + at : r * numel + at + size])
+
+
+@_jit()
+def _sum_rows_everywhere(x, rows, numel, code):
+    """Every row becomes the sum of the rows, sequentially."""
+    _sum_rows_everywhere_span(x, rows, numel, code, 0, numel)
+
+
+@_jit(parallel=True)
+def _sum_rows_everywhere_parallel(x, rows, numel, code):
+    """Every row becomes the sum of the rows, blocks of columns in parallel."""
+    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
+        start = b * SUM_BLOCK
+        _sum_rows_everywhere_span(x, rows, numel, code, start, min(start + SUM_BLOCK, numel))
+
+
+@_jit()
+def _spread_span(source, out, rows, numel, start, stop, skip):
+    """Copy columns start..stop of the source to every row but ``skip``."""
+    block = source[start:stop]
+    for r in range(rows):
+        if r != skip:
+            _copy(block, out[r * numel + start : r * numel + stop])
+
+
+@_jit()
+def _spread(source, out, rows, skip):
+    """Copy the source to every row but ``skip``, sequentially."""
+    numel = source.size
+    for start in range(0, numel, SUM_BLOCK):
+        _spread_span(source, out, rows, numel, start, min(start + SUM_BLOCK, numel), skip)
+
+
+@_jit(parallel=True)
+def _spread_parallel(source, out, rows, skip):
+    """Copy the source to every row but ``skip``, blocks of columns in parallel."""
+    numel = source.size
+    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
+        start = b * SUM_BLOCK
+        _spread_span(source, out, rows, numel, start, min(start + SUM_BLOCK, numel), skip)
+
+
+@_jit()
+def _spread_diagonal_block(x, rows, shard, blocks, b):
+    """Copy block b, counted owner by owner, from its owner's row to all other rows."""
+    numel = rows * shard
+    owner = b // blocks
+    start = owner * shard + (b % blocks) * SUM_BLOCK
+    stop = min(start + SUM_BLOCK, (owner + 1) * shard)
+    _spread_span(x[owner * numel : (owner + 1) * numel], x, rows, numel, start, stop, owner)
+
+
+@_jit()
+def _spread_diagonal(x, rows, shard):
+    """In-place all-gather: each row's own slice goes to all other rows, sequentially."""
+    blocks = (shard + SUM_BLOCK - 1) // SUM_BLOCK
+    for b in range(rows * blocks):
+        _spread_diagonal_block(x, rows, shard, blocks, b)
+
+
+@_jit(parallel=True)
+def _spread_diagonal_parallel(x, rows, shard):
+    """In-place all-gather: each row's own slice goes to all other rows, blocks in parallel."""
+    blocks = (shard + SUM_BLOCK - 1) // SUM_BLOCK
+    for b in prange(rows * blocks):
+        _spread_diagonal_block(x, rows, shard, blocks, b)
+
+
+# ---------------------------------------------------------------------------------------------
+# Partition and gather: one walk over segments, either way
+
+
+@_jit()
+def _walk(shard, full, shard_starts, full_starts, start, stop, to_full):
+    """Copy positions start..stop of a shard from its segments of the full buffer, or to them.
+
+    Segment k holds shard[shard_starts[k]:shard_starts[k + 1]] and begins at full_starts[k].
+    """
+    k = np.searchsorted(shard_starts, start, side="right") - 1
+    at = start
+    while at < stop:
+        end = min(shard_starts[k + 1], stop)
+        there = full_starts[k] + (at - shard_starts[k])
+        mine = shard[at:end]
+        other = full[there : there + (end - at)]
+        if to_full:
+            _copy(mine, other)
+        else:
+            _copy(other, mine)
+        at = end
+        k += 1
+
+
+@_jit()
+def _walk_all(shard, full, shard_starts, full_starts, to_full):
+    """Partition (or gather) one rank's shard, sequentially."""
+    _walk(shard, full, shard_starts, full_starts, 0, shard_starts[-1], to_full)
+
+
+@_jit(parallel=True)
+def _walk_all_parallel(shard, full, shard_starts, full_starts, to_full):
+    """Partition (or gather) one rank's shard, equal blocks in parallel."""
+    numel = shard_starts[-1]
+    for b in prange((numel + COPY_BLOCK - 1) // COPY_BLOCK):
+        start = b * COPY_BLOCK
+        _walk(
+            shard, full, shard_starts, full_starts, start, min(start + COPY_BLOCK, numel), to_full
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Element-wise optimizer updates on runs
+
+
+@_jit()
+def _scale_block(g, scale):
+    """Multiply a block by a float32."""
+    for i in range(g.size):
+        g[i] = g[i] * scale
+
+
+@_jit()
+def _add_decay(g, p, weight_decay):
+    """Add the L2 term to a block of gradients."""
+    for i in range(g.size):
+        g[i] = g[i] + weight_decay * p[i]
+
+
+@_jit()
+def _adam_block(p, g, m, v, h, decoupled):
+    """One block of Adam (AdamW when decoupled) in PyTorch's order of operations."""
+    decay = np.float32(1.0)
+    if decoupled:
+        decay = h[ADAM_DECAY]
+    else:
+        _add_decay(g, p, h[ADAM_DECAY])
+    # torch.lerp: from the nearer end, m + (g - m) * w or g - (g - m) * (1 - w)
+    weight = h[ADAM_ONE_MINUS_BETA1]
+    from_g = weight >= np.float32(0.5)
+    if from_g:
+        weight = weight - np.float32(1.0)
+    beta2 = h[ADAM_BETA2]
+    one_minus_beta2 = h[ADAM_ONE_MINUS_BETA2]
+    bias2_sqrt = h[ADAM_BIAS2_SQRT]
+    step_size = h[ADAM_STEP_SIZE]
+    eps = h[ADAM_EPS]
+    for i in range(p.size):
+        gi = g[i]
+        mi = m[i]
+        base = gi if from_g else mi
+        mi = base + (gi - mi) * weight
+        vi = v[i] * beta2 + (one_minus_beta2 * gi) * gi
+        m[i] = mi
+        v[i] = vi
+        denom = np.sqrt(vi) / bias2_sqrt + eps
+        p[i] = p[i] * decay - (step_size * mi) / denom
+
+
+@_jit()
+def _adam_runs(
+    target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, first, last
+):
+    """Adam on runs first..last; codes are those of the gradient and the parameter (-1: none)."""
+    scratch = np.empty(CACHE_BLOCK, np.float32)
+    for k in range(first, last):
+        h = hyper[runs[k, HYPER]]
+        numel = runs[k, NUMEL]
+        for at in range(0, numel, CACHE_BLOCK):
+            size = min(CACHE_BLOCK, numel - at)
+            g = scratch[:size]
+            here = runs[k, GRAD] + at
+            _widen(grad[here : here + size], codes[0], g)
+            _scale_block(g, h[ADAM_GRAD_SCALE])
+            here = runs[k, TARGET] + at
+            p = target[here : here + size]
+            here = runs[k, STATE] + at
+            m = exp_avg[here : here + size]
+            v = exp_avg_sq[here : here + size]
+            _adam_block(p, g, m, v, h, decoupled)
+            if codes[1] >= 0:
+                here = runs[k, PARAM] + at
+                _round(p, codes[1], param[here : here + size])
+
+
+@_jit()
+def _adam(target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, bounds):
+    """Adam on all runs, sequentially."""
+    _adam_runs(
+        target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, 0, runs.shape[0]
+    )
+
+
+@_jit(parallel=True)
+def _adam_parallel(target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, bounds):
+    """Adam on all runs, the groups of runs between bounds in parallel."""
+    for b in prange(bounds.size - 1):
+        _adam_runs(
+            target,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            param,
+            runs,
+            hyper,
+            decoupled,
+            codes,
+            bounds[b],
+            bounds[b + 1],
+        )
+
+
+@_jit()
+def _sgd_block(p, g, lr):
+    """One block of plain SGD."""
+    for i in range(p.size):
+        p[i] = p[i] - lr * g[i]
+
+
+@_jit()
+def _momentum_block(p, g, buf, momentum, lr, nesterov):
+    """One block of SGD with momentum, with Nesterov's look-ahead if asked."""
+    for i in range(p.size):
+        b = buf[i] * momentum + g[i]
+        buf[i] = b
+        d = b
+        if nesterov:
+            d = g[i] + momentum * b
+        p[i] = p[i] - lr * d
+
+
+@_jit()
+def _sgd_runs(
+    target, grad, momentum_buffer, param, runs, hyper, has_momentum, nesterov, codes, first, last
+):
+    """SGD on runs first..last; codes are those of the gradient and the parameter (-1: none)."""
+    scratch = np.empty(CACHE_BLOCK, np.float32)
+    for k in range(first, last):
+        h = hyper[runs[k, HYPER]]
+        numel = runs[k, NUMEL]
+        for at in range(0, numel, CACHE_BLOCK):
+            size = min(CACHE_BLOCK, numel - at)
+            g = scratch[:size]
+            here = runs[k, GRAD] + at
+            _widen(grad[here : here + size], codes[0], g)
+            _scale_block(g, h[SGD_GRAD_SCALE])
+            here = runs[k, TARGET] + at
+            p = target[here : here + size]
+            _add_decay(g, p, h[SGD_WEIGHT_DECAY])
+            if has_momentum:
+                here = runs[k, STATE] + at
+                buf = momentum_buffer[here : here + size]
+                _momentum_block(p, g, buf, h[SGD_MOMENTUM], h[SGD_LR], nesterov)
+            else:
+                _sgd_block(p, g, h[SGD_LR])
+            if codes[1] >= 0:
+                here = runs[k, PARAM] + at
+                _round(p, codes[1], param[here : here + size])
+
+
+@_jit()
+def _sgd(target, grad, momentum_buffer, param, runs, hyper, has_momentum, nesterov, codes, bounds):
+    """SGD on all runs, sequentially."""
+    _sgd_runs(
+        target,
+        grad,
+        momentum_buffer,
+        param,
+        runs,
+        hyper,
+        has_momentum,
+        nesterov,
+        codes,
+        0,
+        runs.shape[0],
+    )
+
+
+@_jit(parallel=True)
+def _sgd_parallel(
+    target, grad, momentum_buffer, param, runs, hyper, has_momentum, nesterov, codes, bounds
+):
+    """SGD on all runs, the groups of runs between bounds in parallel."""
+    for b in prange(bounds.size - 1):
+        _sgd_runs(
+            target,
+            grad,
+            momentum_buffer,
+            param,
+            runs,
+            hyper,
+            has_momentum,
+            nesterov,
+            codes,
+            bounds[b],
+            bounds[b + 1],
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# The order-free norm
+
+
+@_jit()
+def _max_bits_runs(bits, mask, runs, first, last, out):
+    """For runs first..last the largest magnitude, as bits without the sign."""
+    for k in range(first, last):
+        x = bits[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
+        largest = np.uint32(0)
+        for i in range(x.size):
+            size = np.uint32(np.uint32(x[i]) & mask)
+            largest = np.uint32(max(largest, size))
+        out[k] = largest
+
+
+@_jit()
+def _max_bits(bits, mask, runs, bounds, out):
+    """The largest magnitude of each run, sequentially."""
+    _max_bits_runs(bits, mask, runs, 0, runs.shape[0], out)
+
+
+@_jit(parallel=True)
+def _max_bits_parallel(bits, mask, runs, bounds, out):
+    """The largest magnitude of each run, groups of runs in parallel."""
+    for b in prange(bounds.size - 1):
+        _max_bits_runs(bits, mask, runs, bounds[b], bounds[b + 1], out)
+
+
+@_jit()
+def _sum_squares_runs(grad, code, runs, scale, first, last, out, seen):
+    """For runs first..last the sum of the squares as integers, and every bit that was seen.
+
+    scale is a power of two, so x * x * scale is exact in float64 before it is rounded to an
+    integer by adding 2**52; integers add up to the same total in any order.
+    """
+    wide = np.empty(CACHE_BLOCK, np.float32)
+    square = np.empty(CACHE_BLOCK, np.float64)
+    integer = square.view(np.int64)
+    for k in range(first, last):
+        numel = runs[k, NUMEL]
+        total = np.int64(0)
+        every = np.int64(0)
+        for at in range(0, numel, CACHE_BLOCK):
+            size = min(CACHE_BLOCK, numel - at)
+            here = runs[k, GRAD] + at
+            w = wide[:size]
+            _widen(grad[here : here + size], code, w)
+            s = square[:size]
+            for i in range(size):
+                x = np.float64(w[i])
+                s[i] = (x * x) * scale + _MAGIC
+            q = integer[:size]
+            for i in range(size):
+                one = np.int64(q[i] - _MAGIC_BITS)
+                total += one
+                every |= one
+        out[k] = total
+        seen[k] = every
+
+
+@_jit()
+def _sum_squares(grad, code, runs, scale, bounds, out, seen):
+    """The sum of squares of each run, sequentially."""
+    _sum_squares_runs(grad, code, runs, scale, 0, runs.shape[0], out, seen)
+
+
+@_jit(parallel=True)
+def _sum_squares_parallel(grad, code, runs, scale, bounds, out, seen):
+    """The sum of squares of each run, groups of runs in parallel."""
+    for b in prange(bounds.size - 1):
+        _sum_squares_runs(grad, code, runs, scale, bounds[b], bounds[b + 1], out, seen)

@@ -1,0 +1,185 @@
+"""The norm of a gradient that lies in pieces on many ranks, with the same bits for every split.
+
+[Note: order-free norm] A float sum depends on how the elements are split over shards, stages,
+buckets and threads. Two passes avoid that. The first takes the largest magnitude, an exact and
+order-free maximum, which is the finite check too (infinite if any element is not finite). The
+second scales by a power of two, rounds each square to an integer of a fixed grid and adds
+integers, which gives the same total in any order. All ranks add their totals (int64), and
+:func:`fixed_to_norm` turns the sum into the norm.
+
+The grid is as fine as int64 allows: k = min(51, 61 - ceil(log2(total_numel))) bits below the
+square of the power of two above the largest magnitude. Rounding is to nearest, so for gradients
+as they occur the norm is accurate to about float32's last digit. In the worst case, all other
+elements just too small for the grid, the square is off by total_numel / 2**(k + 1) of its largest
+possible term: 6e-5 of the norm at 8 million elements.
+"""
+
+import math
+
+import numpy as np
+
+from zero_nb.core.checks import check_array, check_runs, run_bounds
+from zero_nb.core.kernels import (
+    GRAD,
+    NUMEL,
+    PARALLEL_FROM,
+    ROW,
+    _max_bits,
+    _max_bits_parallel,
+    _sum_squares,
+    _sum_squares_parallel,
+    launch,
+)
+from zero_nb.core.precision import FLOAT32
+
+_NO_BOUNDS = np.zeros(1, np.int64)
+
+
+def _prepare(grad, runs, rows, fmt):
+    """Check the gradient and the runs; return the flat gradient, groups of runs, elements."""
+    check_array("grad", grad, dtype=fmt.dtype)
+    check_runs(runs, read=[("grad", GRAD, grad.size)], rows=rows)
+    total = int(runs[:, NUMEL].sum())
+    bounds = run_bounds(runs) if total >= PARALLEL_FROM else _NO_BOUNDS
+    return grad.reshape(-1), bounds, total
+
+
+def max_abs(grad, runs, rows, fmt=FLOAT32):
+    """Largest magnitude of the elements of each row's runs; infinite if any is not finite.
+
+    Parameters
+    ----------
+    grad : numpy.ndarray
+        Gradients in ``fmt``, C-contiguous; offsets count elements of the flattened array.
+    runs : numpy.ndarray
+        int64, shape (n, 7); columns ROW, GRAD and NUMEL are used.
+    rows : int
+        Number of rows (hosted ranks).
+    fmt : Format
+        How the gradient is stored.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32, shape (rows,); 0 for a row without runs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An array of another dtype or layout, or a run outside the buffer.
+    """
+    flat, bounds, total = _prepare(grad, runs, rows, fmt)
+    bits = flat.view(np.uint32) if fmt is FLOAT32 else flat
+    mask = np.uint32(0x7FFFFFFF if fmt is FLOAT32 else 0x7FFF)
+    largest = np.zeros(len(runs), np.uint32)
+    launch(_max_bits, _max_bits_parallel, total, bits, mask, runs, bounds, largest)
+    of_row = np.zeros(rows, np.uint32)
+    np.maximum.at(of_row, runs[:, ROW], largest)
+    result = fmt.widen(of_row.view(np.float32) if fmt is FLOAT32 else of_row.astype(np.uint16))
+    result[~np.isfinite(result)] = np.inf
+    return result
+
+
+def _grid(max_abs, total_numel):
+    """Return e and k: the largest magnitude is below 2**e, squares are counted in 2**(2e - k)."""
+    if not (math.isfinite(max_abs) and max_abs >= 0):
+        raise ValueError(
+            f"max_abs must be finite and not negative, got {max_abs}; a gradient that is not "
+            "finite has no norm, skip the step"
+        )
+    if total_numel < 0:
+        raise ValueError(f"total_numel must not be negative, got {total_numel}")
+    exponent = math.frexp(max_abs)[1]
+    log2_numel = max(int(total_numel) - 1, 0).bit_length()
+    return exponent, min(51, 61 - log2_numel)
+
+
+def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
+    """Sum of squares of each row's runs, as integers on a grid that all ranks share.
+
+    Parameters
+    ----------
+    grad : numpy.ndarray
+        Gradients in ``fmt``, C-contiguous; offsets count elements of the flattened array.
+    runs : numpy.ndarray
+        int64, shape (n, 7); columns ROW, GRAD and NUMEL are used.
+    rows : int
+        Number of rows (hosted ranks).
+    fmt : Format
+        How the gradient is stored.
+    max_abs : float
+        Largest magnitude over everything that goes into the norm, on all ranks (:func:`max_abs`).
+    total_numel : int
+        Number of elements that go into the norm, on all ranks, or more; it sets the grid.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64, shape (rows,); add these over units and ranks, then :func:`fixed_to_norm`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An array of another dtype or layout, a run outside the buffer, max_abs not finite, or an
+        element far above max_abs, or more elements than total_numel.
+    """
+    flat, bounds, total = _prepare(grad, runs, rows, fmt)
+    exponent, k = _grid(max_abs, total_numel)
+    sums = np.zeros(rows, np.int64)
+    if max_abs == 0:
+        return sums
+    if np.bincount(runs[:, ROW], weights=runs[:, NUMEL], minlength=1).max() > total_numel:
+        raise ValueError(
+            f"a row has more elements than total_numel {total_numel}; give the number over all "
+            "units and ranks"
+        )
+    of_run = np.zeros(len(runs), np.int64)
+    seen = np.zeros(len(runs), np.int64)
+    scale = math.ldexp(1.0, k - 2 * exponent)
+    launch(
+        _sum_squares,
+        _sum_squares_parallel,
+        total,
+        flat,
+        fmt.code,
+        runs,
+        scale,
+        bounds,
+        of_run,
+        seen,
+    )
+    if np.any((seen < 0) | (seen >= 1 << (k + 1))):
+        raise ValueError(
+            f"an element is larger than max_abs {max_abs}; take the maximum over all units and "
+            "ranks first"
+        )
+    np.add.at(sums, runs[:, ROW], of_run)
+    return sums
+
+
+def fixed_to_norm(total, max_abs, total_numel):
+    """Turn the integer sum of squares over all units and ranks into the norm.
+
+    Parameters
+    ----------
+    total : int
+        Sum of the results of :func:`sum_squares_fixed`.
+    max_abs : float
+        As given there.
+    total_numel : int
+        As given there.
+
+    Returns
+    -------
+    float
+        The L2 norm, in float64.
+
+    Raises
+    ------
+    ValueError
+        max_abs is not finite, or total is negative.
+    """
+    exponent, k = _grid(max_abs, total_numel)
+    if total < 0:
+        raise ValueError(f"a sum of squares is not negative, got {total}")
+    return math.ldexp(math.sqrt(math.ldexp(float(int(total)), -k)), exponent)

@@ -1,0 +1,371 @@
+"""Units: which parameters are gathered together, and what each rank holds of them.
+
+Shape suffixes: R ranks hosted here, F padded flat length of a unit, S = F // world_size,
+X either F or S.
+
+[Note: a unit is one flat_param]
+The parameters of a unit lie end to end in one flat buffer, padded to a multiple of world_size
+(FSDP's FlatParameter, DeepSpeed's flat groups). Rank r owns columns [r*S, (r+1)*S). One buffer
+has one storage format and is trained or frozen as a whole; a wish that mixes them becomes
+several units that are gathered one after the other.
+"""
+
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+
+from zero_nb.config import UsageError
+from zero_nb.core import flat
+from zero_nb.core.precision import FLOAT32
+
+__all__ = ["OptimState", "ParameterPartition", "Unit", "ZeROState", "group_by_unit"]
+
+
+@dataclass(frozen=True)
+class OptimState:
+    """What the optimizer keeps for the elements that each hosted rank updates.
+
+    Attributes
+    ----------
+    width : int
+        Columns of every array here: F at stage 0, S from stage 1 on.
+    master : ndarray (R, width) float32, or None
+        The unrounded parameters; None in fp32, where the parameters are updated in place.
+    moments : dict of str to ndarray (R, width) float32
+        ``exp_avg`` and ``exp_avg_sq`` for Adam, ``momentum_buffer`` for SGD with momentum.
+    """
+
+    width: int
+    master: np.ndarray | None
+    moments: dict = field(default_factory=dict)
+
+    @classmethod
+    def like(cls, owned_RX, moment_names, *, master):
+        """Start from the elements each rank updates: a copy as master, moments zero.
+
+        Parameters
+        ----------
+        owned_RX : ndarray, shape (R, X), float32
+        moment_names : sequence of str
+        master : bool
+            Whether to keep an unrounded copy.
+        """
+        moments = {name: np.zeros(owned_RX.shape, np.float32) for name in moment_names}
+        return cls(owned_RX.shape[1], owned_RX.copy() if master else None, moments)
+
+    def arrays(self):
+        """Every array kept, by name, the master first."""
+        master = {} if self.master is None else {"master": self.master}
+        return master | self.moments
+
+
+@final
+class ZeROState:
+    """What the hosted ranks hold of one flat_param; every assignment is booked in the ledger.
+
+    Parameters
+    ----------
+    ledger : Ledger
+    label : str
+        The unit's name.
+
+    Attributes
+    ----------
+    param : ndarray (R, F) or (R, S)
+        The working parameters in the recipe's format; sharded at stage 3.
+    grad : ndarray (R, F) or (R, S), or None
+        The gradient held between backward and step; sharded from stage 2 on.
+    optim : OptimState
+        Sharded from stage 1 on.
+    unsharded : ndarray (R, F), or None
+        Stage 3: the gathered parameters while the unit computes.
+    """
+
+    __slots__ = ("_grad", "_label", "_ledger", "_optim", "_param", "_unsharded")
+
+    def __init__(self, ledger, label):
+        self._ledger, self._label = ledger, label
+        self._param = self._grad = self._optim = self._unsharded = None
+
+    def _booked(self, array, kind):
+        """Register `array` unless there is none."""
+        if array is not None:
+            self._ledger.register(array, kind, self._label)
+        return array
+
+    @property
+    def param(self):
+        """The working parameters."""
+        return self._param
+
+    @param.setter
+    def param(self, array):
+        self._param = self._booked(array, "param")
+
+    @property
+    def grad(self):
+        """The gradient held, or None."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, array):
+        self._grad = self._booked(array, "grad")
+
+    @property
+    def unsharded(self):
+        """The gathered parameters, or None."""
+        return self._unsharded
+
+    @unsharded.setter
+    def unsharded(self, array):
+        self._unsharded = self._booked(array, "unsharded")
+
+    @property
+    def optim(self):
+        """The optimizer's arrays."""
+        return self._optim
+
+    @optim.setter
+    def optim(self, state):
+        for array in state.arrays().values():
+            self._booked(array, "optim")
+        self._optim = state
+
+
+@dataclass(frozen=True)
+class ParameterPartition:
+    """A parameter's place in a flat_param, seen from one rank.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+    rank : int
+    offset : int
+        First element of this rank's part within the parameter, flattened in C order.
+    length : int
+        Elements of the parameter this rank owns; 0 if it owns none.
+    shard_offset : int
+        Where that part starts within the rank's shard.
+    unit : Unit
+    """
+
+    name: str
+    shape: tuple
+    rank: int
+    offset: int
+    length: int
+    shard_offset: int
+    unit: "Unit"
+
+    def values(self):
+        """Return this rank's part as a float32 view of what it updates (a copy never)."""
+        row = self.unit.world.ranks.index(self.rank)
+        owned = self.unit.owned_values()[row]
+        return owned[self.shard_offset : self.shard_offset + self.length]
+
+
+@final
+class Unit:
+    """The parameters gathered together, and the rows each hosted rank holds of them.
+
+    Parameters
+    ----------
+    name : str
+    layout : FlatLayout
+        Names and shapes of the parameters in the flat buffer.
+    recipe : Recipe
+    world : World
+    ledger : Ledger
+
+    Attributes
+    ----------
+    state : ZeROState
+    """
+
+    def __init__(self, name, layout, recipe, world, ledger):
+        self.name, self.layout, self.recipe = name, layout, recipe
+        self.world, self.ledger = world, ledger
+        self.state = ZeROState(ledger, name)
+        self._tables = {}  # every_replica -> (what it depends on, the table last built)
+
+    def __repr__(self):
+        return (
+            f"Unit({self.name!r}, numel={self.layout.numel}, padding={self.layout.padding}, "
+            f"world_size={self.world.size})"
+        )
+
+    # The rows of `state`, spelled short: the stages read like the paper's symbols.
+
+    @property
+    def param(self):
+        """Working parameters, (R, F) or (R, S)."""
+        return self.state.param
+
+    @param.setter
+    def param(self, array):
+        self.state.param = array
+
+    @property
+    def grad(self):
+        """Gradient held, (R, F) or (R, S), or None."""
+        return self.state.grad
+
+    @grad.setter
+    def grad(self, array):
+        self.state.grad = array
+
+    @property
+    def optim(self):
+        """The optimizer's arrays."""
+        return self.state.optim
+
+    @optim.setter
+    def optim(self, state):
+        self.state.optim = state
+
+    @property
+    def unsharded(self):
+        """Gathered parameters of stage 3, (R, F), or None."""
+        return self.state.unsharded
+
+    @unsharded.setter
+    def unsharded(self, array):
+        self.state.unsharded = array
+
+    # --- own slices ----------------------------------------------------------------------
+
+    def own(self, array_RX):
+        """Return each rank's own slice of `array_RX` as (R, S): a view, or the array itself."""
+        if array_RX.shape[1] == self.layout.shard_numel:
+            return array_RX
+        return self.world.own_shard(array_RX)
+
+    @property
+    def own_param(self):
+        """Each rank's own slice of the working parameters, (R, S)."""
+        return self.own(self.param)
+
+    def owned_values(self):
+        """Each rank's own slice of the float32 values the optimizer updates, (R, S)."""
+        return self.own(self.param if self.optim.master is None else self.optim.master)
+
+    # --- gradients -----------------------------------------------------------------------
+
+    def to_wire(self, grad_RF):
+        """Round a float32 gradient to the format it travels in; as it is if it has that."""
+        if grad_RF.dtype == self.recipe.wire.dtype:
+            return grad_RF
+        return self.ledger.register(self.recipe.wire.round(grad_RF), "bucket", self.name)
+
+    def hold(self, grad_RX):
+        """Keep a gradient, (R, F) or (R, S), until the step, in the recipe's format."""
+        if self.grad is not None:
+            raise UsageError(
+                f"unit {self.name!r} already holds a gradient; call step() or zero_grad() first"
+            )
+        if grad_RX.dtype != self.recipe.grad.dtype:
+            grad_RX = self.recipe.grad.round(grad_RX)
+        self.grad = grad_RX
+
+    @property
+    def grad_format(self):
+        """The format of `grad` as it stands."""
+        return FLOAT32 if self.grad.dtype == np.float32 else self.recipe.wire
+
+    # --- tables of runs --------------------------------------------------------------------
+
+    def runs(self, hyper_of, *, every_replica):
+        """Return the table of real elements that the optimizer or the norm visits.
+
+        Parameters
+        ----------
+        hyper_of : tuple of int
+            For each parameter its row of hyper-parameters, -1 to leave it out.
+        every_replica : bool
+            Visit all F columns of each row (what stage 0 updates), or own slices only.
+
+        Returns
+        -------
+        ndarray, shape (n, 7), int64
+            See `zero_nb.core.flat.run_table`. Padding is in no run.
+        """
+        widths = {
+            "TARGET": self.param.shape[1] if self.optim.master is None else self.optim.width,
+            "GRAD": self.grad.shape[1],
+            "STATE": self.optim.width,
+            "PARAM": self.param.shape[1],
+        }
+        key = (hyper_of, *widths.values())
+        known_key, table = self._tables.get(every_replica, (None, None))
+        if known_key != key:
+            table = flat.run_table(
+                self.layout,
+                self.world.ranks,
+                placements={
+                    buffer: "full" if every_replica else self._placement(width)
+                    for buffer, width in widths.items()
+                },
+                hyper_of=hyper_of,
+                replicated=every_replica,
+            )
+            self._tables[every_replica] = (key, table)
+        return table
+
+    def _placement(self, width):
+        """Name how a row of `width` columns holds the rank's own slice."""
+        return "shard" if width == self.layout.shard_numel else "full_own"
+
+    # --- parameters by name ----------------------------------------------------------------
+
+    def views(self, flat_RF):
+        """Return the parameters as views of a full (R, F) buffer: name -> (R, *shape)."""
+        return {name: self.layout.view(flat_RF, name) for name in self.layout.names}
+
+    def partitions(self, rank):
+        """Return where each parameter's part on `rank` lies: a list of `ParameterPartition`."""
+        spans = {index: (start, stop) for start, stop, index in self.layout.spans(rank)}
+        first = rank * self.layout.shard_numel
+        parts = []
+        for index, (name, shape) in enumerate(
+            zip(self.layout.names, self.layout.shapes, strict=True)
+        ):
+            start, stop = spans.get(index, (0, 0))
+            offset = first + start - self.layout.offsets[index] if stop > start else 0
+            parts.append(
+                ParameterPartition(name, tuple(shape), rank, offset, stop - start, start, self)
+            )
+        return parts
+
+
+def group_by_unit(names, units):
+    """Check a grouping of parameter names into units.
+
+    Parameters
+    ----------
+    names : sequence of str
+        All parameters, in parameter order.
+    units : mapping of str to sequence of str
+        Unit name to the parameters gathered together.
+
+    Returns
+    -------
+    dict of str to tuple of str
+
+    Raises
+    ------
+    UsageError
+        If a parameter is missing, unknown or in two units.
+    """
+    grouped = {unit: tuple(members) for unit, members in units.items()}
+    seen = [name for members in grouped.values() for name in members]
+    unknown = sorted(set(seen) - set(names))
+    missing = sorted(set(names) - set(seen))
+    twice = sorted({name for name in seen if seen.count(name) > 1})
+    for what, which in (("unknown", unknown), ("missing", missing), ("repeated", twice)):
+        if which:
+            raise UsageError(
+                f"units must hold every parameter exactly once; {what}: {', '.join(which)}"
+            )
+    return grouped

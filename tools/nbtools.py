@@ -199,11 +199,10 @@ def problems(text: str) -> list[str]:
     import nbformat
 
     try:
-        notebook = json.loads(text)
-        nbformat.validate(notebook)
-        normal = normalise(notebook)
+        normal = normalise(json.loads(text))
+        nbformat.validate(normal)
     except Exception as error:  # of many types, from the parser to the schema
-        return [f"not a valid notebook: {str(error).splitlines()[0]}"]
+        return [f"not a valid notebook: {type(error).__name__}: {str(error).splitlines()[0]}"]
     found = []
     if text != to_text(normal):
         found.append("not in normal form; run `python tools/nbtools.py normalise` on it")

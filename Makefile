@@ -23,7 +23,7 @@ READY := $(VENV)/.ready
 KERNEL_TESTS := $(wildcard $(addprefix tests/test_,$(addsuffix .py, \
     checks flat kernels norm partition precision rank_axis update)))
 
-.PHONY: help run lab test test-long test-browser check figures notebooks clean
+.PHONY: help run lab test test-without-jit test-long test-browser check figures notebooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,10 +41,13 @@ run: $(READY)
 lab: $(READY)
 	$(BIN)/zero-nb lab
 
-# The kernels once as plain Python first (what coverage and a debugger see), then everything, so
-# that pytest's summary of everything comes last.
-test: $(READY)
-	NUMBA_DISABLE_JIT=1 $(PY) -m pytest -q $(KERNEL_TESTS)
+# The kernels once as plain Python (what a debugger and coverage see) comes first, so that pytest's
+# summary of everything is what one reads last.
+test-without-jit: export NUMBA_DISABLE_JIT = 1
+test-without-jit: $(READY)
+	$(PY) -m pytest -q $(KERNEL_TESTS)
+
+test: test-without-jit
 	$(PY) -m pytest -q
 
 test-long: $(READY)

@@ -339,4 +339,18 @@ def _each(function, count):
     """Return function(0), ..., function(count - 1), computed side by side."""
     if count == 1:
         return [function(0)]
-    return list(_pool().map(function, range(count)))
+    # A thread still refers to its job for a moment after it has said that it is done. Through
+    # `call` that job reaches the arrays only as long as they are needed here: memory is given
+    # back when this thread drops it, and so the ledger counts the same bytes in every run.
+    job, results = [function], [None] * count
+
+    def call(index):
+        results[index] = job[0](index)
+
+    try:
+        for _ in _pool().map(call, range(count)):
+            pass
+        return results.copy()
+    finally:
+        job.clear()
+        results.clear()

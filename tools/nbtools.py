@@ -34,7 +34,7 @@ CELL_SECONDS = 120
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 # Folders that exist on one machine only; spelled so that this line is no such path itself.
-_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|work|private|mnt)/|\b[A-Z]:\\+[A-Za-z]")
+_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|work|private|mnt)/\w*|\b[A-Z]:\\+\w+")
 _EMBEDDED = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=]+")
 
 

@@ -142,9 +142,7 @@ class World(ABC):
     @contextmanager
     def purpose(self, purpose):
         """Book every transfer inside the block under `purpose` (for example ``"other"``)."""
-        if purpose not in PURPOSES:
-            raise UsageError(f"unknown purpose {purpose!r}; choose one of {', '.join(PURPOSES)}")
-        before, self._purpose = self._purpose, purpose
+        before, self._purpose = self._purpose, _check_purpose(purpose)
         try:
             yield self
         finally:
@@ -176,6 +174,7 @@ class World(ABC):
         UsageError
             If the shape, dtype or layout does not fit.
         """
+        purpose = self._booked_as(purpose)
         self._check_full("all_reduce", x_RF, fmt)
         self._all_reduce(x_RF, fmt)
         self._record("all_reduce", x_RF.shape[1], fmt.itemsize, purpose, label)
@@ -194,6 +193,7 @@ class World(ABC):
         ndarray, shape (R, S)
             Freshly allocated: row i is slice ``ranks[i]`` of the sum.
         """
+        purpose = self._booked_as(purpose)
         self._check_full("reduce_scatter", x_RF, fmt)
         out_RS = np.empty((self.hosted, x_RF.shape[1] // self.size), fmt.dtype)
         self._reduce_scatter(x_RF, fmt, out_RS)
@@ -215,18 +215,20 @@ class World(ABC):
         -------
         ndarray, shape (R, F)
         """
-        if x_RS.ndim != 2 or x_RS.shape[0] != self.hosted or x_RS.dtype != fmt.dtype:
+        purpose = self._booked_as(purpose)
+        fits = isinstance(x_RS, np.ndarray) and x_RS.ndim == 2 and x_RS.shape[0] == self.hosted
+        if not fits or x_RS.dtype != fmt.dtype:
             raise UsageError(
                 f"all_gather takes ({self.hosted}, S) {fmt.dtype} shards, one row a hosted rank; "
-                f"got {x_RS.shape} {x_RS.dtype}"
+                f"got {_described(x_RS)}"
             )
         full = x_RS.shape[1] * self.size
         if out is None:
             out = np.empty((self.hosted, full), fmt.dtype)
-        elif out.shape != (self.hosted, full):
+        elif not isinstance(out, np.ndarray) or out.shape != (self.hosted, full):
             raise UsageError(
                 f"all_gather of {x_RS.shape} shards needs out of shape "
-                f"({self.hosted}, {full}), got {out.shape}"
+                f"({self.hosted}, {full}), got {_described(out)}"
             )
         self._check_full("all_gather", out, fmt)
         if np.may_share_memory(x_RS, out):
@@ -257,7 +259,8 @@ class World(ABC):
         ndarray, shape (R, N)
             `x_RN` itself.
         """
-        if not 0 <= root < self.size:
+        purpose = self._booked_as(purpose)
+        if root not in range(self.size):
             raise UsageError(f"broadcast root must be within 0..{self.size - 1}, got {root}")
         self._check_rows("broadcast", x_RN, fmt)
         self._broadcast(x_RN, root)
@@ -276,6 +279,7 @@ class World(ABC):
         ndarray, shape (W, K)
             Row r is rank r's. To be combined in rank order, the same on every rank.
         """
+        purpose = self._booked_as(purpose)
         values_RK = np.ascontiguousarray(values_RK)
         if values_RK.ndim != 2 or values_RK.shape[0] != self.hosted:
             raise UsageError(
@@ -314,9 +318,9 @@ class World(ABC):
     def _check_rows(self, collective, x_RN, fmt):
         """Refuse anything but a C-contiguous (R, N) array of the format's dtype."""
         if not isinstance(x_RN, np.ndarray) or x_RN.ndim != 2 or x_RN.shape[0] != self.hosted:
-            shape = getattr(x_RN, "shape", type(x_RN).__name__)
             raise UsageError(
-                f"{collective} takes one row a hosted rank, ({self.hosted}, N); got {shape}"
+                f"{collective} takes one row a hosted rank, ({self.hosted}, N); "
+                f"got {_described(x_RN)}"
             )
         if x_RN.dtype != fmt.dtype or not x_RN.dtype.isnative:
             raise UsageError(
@@ -337,10 +341,25 @@ class World(ABC):
                 "multiple; pad the flat_param with zero_nb.core.flat.pad first"
             )
 
+    def _booked_as(self, purpose):
+        """Return the purpose to log under; refused before anything is sent."""
+        return _check_purpose(purpose) if self._purpose is None else self._purpose
+
     def _record(self, collective, numel, itemsize, purpose, label):
         """Log what one rank sends on a ring for a message of `numel` elements."""
         elements = _RING_ELEMENTS[collective](numel, self.size)
-        purpose = self._purpose or purpose
-        if purpose not in PURPOSES:
-            raise UsageError(f"unknown purpose {purpose!r}; choose one of {', '.join(PURPOSES)}")
         self.log.add(Transfer(collective, purpose, elements, elements * itemsize, label))
+
+
+def _check_purpose(purpose):
+    """Return `purpose` if there is one of that name."""
+    if purpose not in PURPOSES:
+        raise UsageError(f"unknown purpose {purpose!r}; choose one of {', '.join(PURPOSES)}")
+    return purpose
+
+
+def _described(array):
+    """Say what was given instead of the array that was expected."""
+    if isinstance(array, np.ndarray):
+        return f"{array.shape} {array.dtype}"
+    return type(array).__name__

@@ -8,6 +8,7 @@ this way.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import ClassVar, final
 
 import numpy as np
@@ -111,8 +112,15 @@ class SGD(Rule):
     def apply(self, target, grad, moments, runs, hyper, *, grad_format, param, param_format):
         """See `Rule.apply`."""
         update.sgd_update(
-            target, grad, moments.get("momentum_buffer"), runs, hyper, nesterov=self.nesterov,
-            grad_format=grad_format, param=param, param_format=param_format,
+            target,
+            grad,
+            moments.get("momentum_buffer"),
+            runs,
+            hyper,
+            nesterov=self.nesterov,
+            grad_format=grad_format,
+            param=param,
+            param_format=param_format,
         )
 
 
@@ -129,15 +137,27 @@ class _AdamRule(Rule):
     def hyper_row(self, options, step, grad_scale):
         """See `Rule.hyper_row`."""
         return update.adam_hyper(
-            options["lr"], options["betas"], options["eps"], options["weight_decay"], step,
-            grad_scale, self._decoupled,
+            options["lr"],
+            options["betas"],
+            options["eps"],
+            options["weight_decay"],
+            step,
+            grad_scale,
+            self._decoupled,
         )
 
     def apply(self, target, grad, moments, runs, hyper, *, grad_format, param, param_format):
         """See `Rule.apply`."""
         update.adam_update(
-            target, grad, moments["exp_avg"], moments["exp_avg_sq"], runs, hyper,
-            decoupled=self._decoupled, grad_format=grad_format, param=param,
+            target,
+            grad,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            runs,
+            hyper,
+            decoupled=self._decoupled,
+            grad_format=grad_format,
+            param=param,
             param_format=param_format,
         )
 
@@ -171,13 +191,15 @@ class AdamW(_AdamRule):
 def _check_options(options):
     """Refuse hyper-parameters outside their range, by name."""
     for name, value in options.items():
-        if name in ("lr", "eps", "weight_decay") and not (
-            math.isfinite(value) and value >= 0
-        ):
+        pair = name == "betas" and isinstance(value, tuple | list)
+        numbers = value if pair else (value,)
+        if not all(isinstance(number, Real) for number in numbers):
+            raise UsageError(f"{name} must be a number, betas two of them; got {value!r}")
+        if name in ("lr", "eps", "weight_decay") and not (math.isfinite(value) and value >= 0):
             raise UsageError(f"{name} must be a finite number of at least 0, got {value!r}")
         if name == "momentum" and not 0 <= value < 1:
             raise UsageError(f"momentum must be at least 0 and below 1, got {value!r}")
-        if name == "betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+        if name == "betas" and not (len(numbers) == 2 and all(0 <= beta < 1 for beta in numbers)):
             raise UsageError(f"betas must be two numbers of at least 0 and below 1, got {value!r}")
 
 
@@ -241,7 +263,10 @@ class GroupedRule:
 
     def init(self, owned_RX, *, master):
         """Return the optimizer state for the float32 elements each rank updates."""
-        return OptimState.like(owned_RX, self.rule.moments, master=master)
+        # One group with momentum is enough to need its buffer; to the others it makes no
+        # difference.
+        kept = [replace(self.rule, **group.options).moments for group in self.groups]
+        return OptimState.like(owned_RX, max(kept, key=len), master=master)
 
     def update(self, unit, grad_scale):
         """Update what each hosted rank owns of `unit` (all of it at stage 0)."""

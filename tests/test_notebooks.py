@@ -6,6 +6,8 @@ nothing in a notebook that was never run, so all that it takes for granted is as
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -319,3 +321,45 @@ def test_normalise_rewrites_the_file_and_still_tells_what_is_wrong(saved, tmp_pa
     assert nbtools.main(["normalise", str(file)]) == 1
     assert file.read_text(encoding="utf-8") == nbtools.to_text(nbtools.normalise(saved))
     assert "cell 3: has execution count None, expected 3" in capsys.readouterr().err
+
+
+def test_the_runner_compares_sentences_and_integers_but_no_pixels_and_no_last_digits(tmp_path):
+    setup = (
+        "from zero_nb.show.figure import Figure\n"
+        "def show(alt='Two bars, one lower.', png=b'x', n=3, x=0.5):\n"
+        "    return Figure(png, '', alt, {'n': n, 'x': x})"
+    )
+    drawn = ["show()", "show()", "show()", "show()", "show()"]
+    cells = [code(None, source) for source in [setup, *drawn]]
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"
+    notebook = nbtools.execute(
+        nbtools.to_text({"cells": cells, "nbformat": 4, "nbformat_minor": 5, "metadata": {}}),
+        tmp_path,
+    )
+    changes = ["", "png=b'y'", "x=0.25", "n=4", "alt='Two bars, one higher.'"]
+    for cell, change in zip(notebook["cells"][1:], changes, strict=True):
+        cell["source"] = [f"show({change})"]
+    file = tmp_path / "changed.ipynb"
+    file.write_text(nbtools.to_text(notebook), encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider",
+            f"--rootdir={tmp_path}", "--nbval", "--nbval-current-env", "--nbval-cell-timeout=60",
+            f"--nbval-sanitize-with={NOTEBOOKS.parent / 'nbval.cfg'}", file.name,
+        ],
+        cwd=tmp_path, capture_output=True, text=True, check=False, encoding="utf-8",
+    )  # fmt: skip
+    outcome = dict(
+        reversed(line.partition(" - ")[0].split(" ", 1))
+        for line in done.stdout.splitlines()
+        if line.startswith(("PASSED", "FAILED"))
+    )
+    assert outcome == {
+        "changed.ipynb::Cell 0": "PASSED",
+        "changed.ipynb::Cell 1": "PASSED",
+        "changed.ipynb::Cell 2": "PASSED",
+        "changed.ipynb::Cell 3": "PASSED",
+        "changed.ipynb::Cell 4": "FAILED",
+        "changed.ipynb::Cell 5": "FAILED",
+    }, done.stdout

@@ -20,8 +20,14 @@ import numpy as np
 from zero_nb.config import UsageError
 from zero_nb.core.precision import FLOAT32
 
-__all__ = ["Hop", "RingRun", "ring_all_gather", "ring_all_reduce", "ring_broadcast",
-           "ring_reduce_scatter"]
+__all__ = [
+    "Hop",
+    "RingRun",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_broadcast",
+    "ring_reduce_scatter",
+]
 
 
 @dataclass(frozen=True, slots=True)

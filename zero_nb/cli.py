@@ -1,0 +1,257 @@
+"""The zero-nb command: compare stages, train one, draw the figures, open JupyterLab."""
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zero_nb.config import PRECISIONS, UsageError, ZeROStage, check_world_size
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="zero-nb",
+    help="ZeRO for real, on a laptop: train under stages 0-3 and measure what each one saves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Precision = Enum("Precision", {name: name for name in PRECISIONS}, type=str)
+
+WorldSize = Annotated[int, typer.Option(help="Number of simulated ranks.")]
+Steps = Annotated[int, typer.Option(help="Training steps.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+PrecisionOption = Annotated[str, typer.Option(help=f"Precision recipe: {', '.join(PRECISIONS)}.")]
+
+
+def main():
+    """Run the command line; a `UsageError` becomes one line on stderr and status 2."""
+    try:
+        app(standalone_mode=False)
+    except UsageError as error:
+        _fail(str(error))
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - typer's own usage errors, whichever click it uses
+        shown = getattr(error, "format_message", None)
+        if shown is None:
+            raise
+        _fail(shown(), getattr(error, "exit_code", 2))
+
+
+def _fail(text, status=2):
+    """Print one line on stderr and exit."""
+    print(f"zero-nb: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+# --- output helpers ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(total, description):
+    """Yield a callable to tick after each step: a bar on a terminal, nothing elsewhere."""
+    from tqdm import tqdm
+
+    hidden = not (sys.stdout.isatty() and sys.stderr.isatty())
+    with tqdm(total=total, desc=description, disable=hidden, leave=False, unit="step") as bar:
+        yield lambda *_: bar.update()
+
+
+def _print_table(header, body, title):
+    """Print rows of text as a table; as wide as it needs where nobody sets a width."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in body:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width).print(table)
+
+
+def _print_json(value):
+    """Print one JSON document."""
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example: zero-nb compare --world-size 8 --precision fp32")
+def compare(
+    world_size: WorldSize = 4,
+    steps: Steps = 30,
+    precision: PrecisionOption = "bf16",
+    as_json: AsJson = False,
+):
+    """Train stages 0-3 on the same digits and print what each rank held and sent."""
+    from zero_nb.compare import compare_stages
+
+    check_world_size(world_size)
+    with _progress(4 * max(steps, 1), "stages 0-3") as tick:
+        comparison = compare_stages(world_size, steps, precision, progress=tick)
+    if as_json:
+        _print_json(comparison.to_json())
+    else:
+        _print_comparison(comparison)
+
+
+def _print_comparison(comparison):
+    """Print the table of stages and what it shows."""
+    header, body = comparison.rows()
+    _print_table(
+        header,
+        body,
+        f"Bytes and elements per rank: {comparison.world_size} ranks, {comparison.precision}, "
+        f"{comparison.numel:,} parameters, {comparison.steps} steps",
+    )
+    print(
+        "The four stages end with the same weights, to the bit."
+        if comparison.same_weights
+        else "The stages end with DIFFERENT weights; this is a bug, please report it."
+    )
+
+
+@app.command(
+    epilog="Example: zero-nb train --stage 3 --world-size 4 --steps 400, "
+    "or zero-nb train --data README.md --stage 2 --json"
+)
+def train(
+    stage: Annotated[str, typer.Option(help="ZeRO stage: 0, 1, 2 or 3.")] = "3",
+    world_size: WorldSize = 4,
+    steps: Steps = 100,
+    precision: PrecisionOption = "bf16",
+    data: Annotated[str, typer.Option(help="digits, or a file to read as bytes.")] = "digits",
+    as_json: AsJson = False,
+):
+    """Train a GPT at one stage, then let it draw digits (or write text)."""
+    from zero_nb.compare import digits_task, text_task, train_stage
+
+    chosen = ZeROStage.parse(stage)
+    check_world_size(world_size)
+    task = digits_task() if data == "digits" else text_task(data)
+    with _progress(max(steps, 1), f"stage {int(chosen)}") as tick:
+        run, engine = train_stage(
+            chosen,
+            world_size=world_size,
+            steps=steps,
+            precision=precision,
+            task=task,
+            progress=tick,
+        )
+    samples = _samples(engine, task)
+    if as_json:
+        _print_json(run.to_json() | {"samples": samples})
+        return
+    _print_table(*_run_rows(run), f"Stage {run.stage}, {world_size} ranks, {precision}: per rank")
+    print(f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, held out {run.held_out_loss:.4f}")
+    print(f"weights {run.weights_sha256}")
+    for sample in samples[:3]:
+        print(f"\n{sample['prompt']!r}:")
+        print(_picture(sample["levels"]) if "levels" in sample else sample["text"])
+
+
+def _run_rows(run):
+    """Return a table of one run, one row a kind."""
+    header = ("", "held bytes", "formula", "padding")
+    body = [
+        (
+            kind,
+            *(f"{part[kind]:,}" for part in (run.held_bytes, run.formula_bytes, run.padding_bytes)),
+        )
+        for kind in run.held_bytes
+    ]
+    body.append(("peak", f"{run.peak_bytes:,}", "", ""))
+    body.append(("elements sent a step", f"{run.elements_sent:,}", f"{run.formula_elements:,}", ""))
+    return header, body
+
+
+def _samples(engine, task):
+    """Let the trained model draw one digit a class, or write a few lines."""
+    from zero_nb.train.data import Digits
+    from zero_nb.train.sampling import draw_digits, draw_text
+
+    with engine.optimizer.gathered_parameters() as params:
+        if isinstance(task.dataset, Digits):
+            drawing = draw_digits(
+                task.model,
+                params,
+                task.dataset,
+                per_class=1,
+                temperature=task.training.temperature,
+            )
+            return [
+                {"prompt": str(int(label)), "levels": image.tolist()}
+                for label, image in zip(drawing.labels, drawing.images, strict=True)
+            ]
+        texts = draw_text(task.model, params, 2)
+    return [{"prompt": "\n", "text": text.decode("utf-8", "replace")} for text in texts]
+
+
+def _picture(levels):
+    """Return grey levels 0-16 as lines of characters, two a pixel."""
+    shades = " .:-=+*#%@"
+    return "\n".join(
+        "".join(shades[min(level * len(shades) // 17, 9)] * 2 for level in row) for row in levels
+    )
+
+
+@app.command(epilog="Example: zero-nb figures --out figures")
+def figures(
+    out: Annotated[Path, typer.Option(help="Folder to write to; made if missing.")] = Path(
+        "figures"
+    ),
+):
+    """Measure, and write every figure as PNG and SVG with the numbers behind it."""
+    from zero_nb.show.gallery import STEPS, draw_all
+
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; give a folder")
+    with _progress(STEPS, "figures") as tick:
+        for name in draw_all(out, progress=tick):
+            print(out / f"{name}.png")
+
+
+@app.command(epilog="Example: zero-nb run --out figures")
+def run(
+    out: Annotated[Path, typer.Option(help="Folder for the figures; made if missing.")] = Path(
+        "figures"
+    ),
+):
+    """Compare the stages, train at stage 3 until the GPT draws digits, write the figures."""
+    from zero_nb.show.gallery import main_job
+
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file; give a folder")
+    main_job(out, say=print, show=_print_comparison, progress=_progress)
+    print("\nNow open the notebooks in JupyterLab: make lab   (or: zero-nb lab)")
+
+
+@app.command(epilog="Example: zero-nb lab")
+def lab():
+    """Open JupyterLab at the notebooks."""
+    if find_spec("jupyterlab") is None:
+        raise UsageError("JupyterLab is not installed; run: pip install 'zero-nb[lab]'")
+    sys.exit(subprocess.call([sys.executable, "-m", "jupyterlab"], cwd=_notebook_folder()))
+
+
+def _notebook_folder():
+    """Return the folder with the notebooks: here, or in the checkout this runs from."""
+    for base in (Path.cwd(), Path(__file__).resolve().parent.parent):
+        if (base / "notebooks").is_dir():
+            return base / "notebooks"
+    raise UsageError("no notebooks folder here; run zero-nb lab in a checkout of the project")

@@ -1,0 +1,462 @@
+"""Measured beside predicted: the one place that imports both towers.
+
+A run here is a real training; its bytes come from the ledger and its elements from the transfer
+log. The formulas are given the numels of the flat_params and nothing else.
+"""
+
+import statistics
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from zero_nb.config import UsageError, ZeROStage, check_precision, check_world_size
+from zero_nb.theory import memory, traffic
+from zero_nb.train.data import Digits, TextBytes
+from zero_nb.train.engine import Engine
+from zero_nb.train.ledger import HELD_KINDS
+from zero_nb.train.model import GPT, TrainingPreset
+from zero_nb.train.optim import AdamW, warmup_cosine
+from zero_nb.train.presets import PRESETS
+
+__all__ = [
+    "Comparison",
+    "MemoryGrid",
+    "StageRun",
+    "Task",
+    "compare_stages",
+    "digits_task",
+    "measure_memory",
+    "text_task",
+    "train_stage",
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, by which model, and how.
+
+    Attributes
+    ----------
+    dataset : Dataset
+    model : Model
+    training : TrainingPreset
+        Batch size, learning rate and the rest.
+    """
+
+    dataset: object
+    model: object
+    training: TrainingPreset
+
+
+def digits_task(preset="digits"):
+    """Return the task of drawing digits.
+
+    Parameters
+    ----------
+    preset : {"digits", "lesson"}
+        ``digits`` draws 8 x 8 pixels; ``lesson`` has 8 equal blocks and short sequences, to show
+        memory.
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    chosen = PRESETS[preset]
+    return Task(Digits(pooled=chosen.pooled), GPT(chosen.model), chosen.training)
+
+
+def text_task(path, seq_len=64):
+    """Return the task of continuing a text file, byte by byte.
+
+    Parameters
+    ----------
+    path : path-like
+    seq_len : int
+        Bytes the model sees at once.
+
+    Raises
+    ------
+    DataError
+        If the file is missing, empty or shorter than one sequence.
+    """
+    dataset = TextBytes(path, seq_len)
+    config = replace(PRESETS["digits"].model, vocab_size=dataset.vocab_size, seq_len=seq_len)
+    return Task(dataset, GPT(config), PRESETS["digits"].training)
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One training run of one stage, measured, with the formulas beside it.
+
+    Bytes and elements are per rank, of the fullest rank.
+
+    Attributes
+    ----------
+    stage, world_size, numel, steps : int
+    precision : str
+    losses : tuple of float
+        Mean over the global batch, one a step, before its update.
+    held_out_loss : float
+    weights_sha256 : str
+        Of the full float32 weights, unpadded, in parameter order.
+    held_bytes, formula_bytes, padding_bytes : dict
+        ``param``, ``grad`` and ``optim``: from the ledger at the last step (after backward,
+        before the step); the paper's formula on the unpadded numel; what padding adds to it.
+    peak_bytes : int
+        Largest sum of all kinds within the last step.
+    largest_bytes : dict
+        Largest of each kind within the last step.
+    elements_sent, formula_elements : int
+        Parameters and gradients, per step.
+    step_seconds : float
+        Median.
+    recognition : Recognition or None
+        How many drawn digits were recognised, if any were drawn.
+    """
+
+    stage: int
+    world_size: int
+    precision: str
+    numel: int
+    steps: int
+    losses: tuple
+    held_out_loss: float
+    weights_sha256: str
+    held_bytes: dict
+    formula_bytes: dict
+    padding_bytes: dict
+    peak_bytes: int
+    largest_bytes: dict
+    elements_sent: int
+    formula_elements: int
+    step_seconds: float
+    recognition: object = field(default=None, compare=False)
+
+    @property
+    def held_total(self):
+        """Model states held by the fullest rank, in bytes."""
+        return sum(self.held_bytes.values())
+
+    def to_json(self):
+        """Return the run as JSON can hold it."""
+        return {
+            "stage": self.stage,
+            "losses": list(self.losses),
+            "held_out_loss": self.held_out_loss,
+            "weights_sha256": self.weights_sha256,
+            "held_bytes": self.held_bytes,
+            "formula_bytes": self.formula_bytes,
+            "padding_bytes": self.padding_bytes,
+            "peak_bytes": self.peak_bytes,
+            "elements_sent": self.elements_sent,
+            "formula_elements": self.formula_elements,
+            "step_seconds": self.step_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The four stages on the same work.
+
+    Attributes
+    ----------
+    world_size : int
+    precision : str
+    numel, steps : int
+    stages : tuple of StageRun
+    """
+
+    world_size: int
+    precision: str
+    numel: int
+    steps: int
+    stages: tuple
+
+    @property
+    def same_weights(self):
+        """Whether all stages ended with the same weights, to the bit."""
+        return len({run.weights_sha256 for run in self.stages}) == 1
+
+    def to_json(self):
+        """Return the comparison as JSON can hold it."""
+        return {
+            "world_size": self.world_size,
+            "precision": self.precision,
+            "numel": self.numel,
+            "steps": self.steps,
+            "stages": [run.to_json() for run in self.stages],
+        }
+
+    def rows(self):
+        """Return the table's header and its rows of text, one a stage."""
+        header = (
+            "stage",
+            "param",
+            "grad",
+            "optim",
+            "held",
+            "of stage 0",
+            "formula + padding",
+            "peak",
+            "sent/step",
+            "loss",
+            "weights",
+        )
+        first = self.stages[0].held_total
+        body = [
+            (
+                str(run.stage),
+                *(f"{run.held_bytes[kind]:,}" for kind in HELD_KINDS),
+                f"{run.held_total:,}",
+                f"{run.held_total / first:.1%}",
+                f"{sum(run.formula_bytes.values()) + sum(run.padding_bytes.values()):,}",
+                f"{run.peak_bytes:,}",
+                f"{run.elements_sent:,}",
+                f"{run.losses[-1]:.4f}",
+                run.weights_sha256[:8],
+            )
+            for run in self.stages
+        ]
+        return header, body
+
+    def _repr_html_(self):
+        """Return the table for notebooks."""
+        header, body = self.rows()
+        head = "".join(f"<th scope='col'>{cell}</th>" for cell in header)
+        lines = "".join(
+            "<tr>" + "".join(f"<td style='text-align:right'>{cell}</td>" for cell in row) + "</tr>"
+            for row in body
+        )
+        return (
+            f"<table><caption>Bytes and elements per rank, world_size {self.world_size}, "
+            f"{self.precision}, {self.numel:,} parameters</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        )
+
+    def __repr__(self):
+        header, body = self.rows()
+        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (header, *body)
+        )
+
+
+def train_stage(
+    stage,
+    *,
+    world_size=4,
+    steps=30,
+    precision="bf16",
+    task=None,
+    batch=None,
+    seed=0,
+    units="block",
+    world=None,
+    schedule_steps=None,
+    progress=None,
+):
+    """Train at one stage and measure it.
+
+    Parameters
+    ----------
+    stage : int, str or ZeROStage
+    world_size : int
+        Simulated ranks, unless `world` is given.
+    steps : int
+    precision : {"bf16", "fp32"}
+    task : Task, optional
+        Drawing digits by default.
+    batch : int, optional
+        Samples of the global batch; the preset's by default.
+    seed : int
+        Of the initial parameters and the order of the samples.
+    units : str or sequence
+        What is gathered together, see `zero_nb.train.engine.group_layers`.
+    world : World, optional
+    schedule_steps : int, optional
+        Steps of the whole learning-rate schedule, of which this run is the beginning; `steps` by
+        default.
+    progress : callable, optional
+        Called with a `StepReport` after each step.
+
+    Returns
+    -------
+    run : StageRun
+    engine : Engine
+        To draw from, or go on with.
+
+    Raises
+    ------
+    UsageError
+        If an argument is outside its range; nothing is trained then.
+    """
+    stage = ZeROStage.parse(stage)
+    check_precision(precision)
+    if world is None:
+        check_world_size(world_size)
+    if steps < 1:
+        raise UsageError(f"steps must be at least 1, got {steps}")
+    task = digits_task() if task is None else task
+    batch = task.training.batch if batch is None else batch
+    where = {"world_size": world_size} if world is None else {"world": world}
+    engine = _make_engine(
+        task, stage, precision, schedule_steps or steps, units, seed, **where
+    )
+    reports = []
+    for step in range(steps):
+        reports.append(engine.train_step(*task.dataset.batch(step, batch, seed)))
+        if progress is not None:
+            progress(reports[-1])
+    return _stage_run(stage, engine, precision, reports, task.dataset), engine
+
+
+def _make_engine(
+        task, stage, precision, schedule_steps or steps, units, seed, **where
+    ):
+    """Return an engine that learns the task as its preset says."""
+    training = task.training
+    # A run shorter than the preset's keeps its shape: a tenth of it is warm-up.
+    warmup = min(training.warmup, max(1, steps // 10))
+    return Engine(
+        task.model,
+        units=units,
+        seed=seed,
+        stage=stage,
+        precision=precision,
+        rule=AdamW(training.lr, training.betas, training.eps, training.weight_decay),
+        max_grad_norm=training.max_grad_norm,
+        schedule=lambda step: warmup_cosine(
+            step, warmup=warmup, total=steps, final=training.min_lr_ratio
+        ),
+        **where,
+    )
+
+
+def _stage_run(stage, engine, precision, reports, dataset):
+    """Lay the measured figures beside the formulas."""
+    last, size = reports[-1], engine.world.size
+    numels = [unit.layout.numel for unit in engine.optimizer.units]
+    formula = memory.model_state_bytes(stage, size, sum(numels), precision)
+    return StageRun(
+        stage=int(stage),
+        world_size=size,
+        precision=precision,
+        numel=sum(numels),
+        steps=len(reports),
+        losses=tuple(report.loss for report in reports),
+        held_out_loss=engine.evaluate(*dataset.held_out()),
+        weights_sha256=engine.optimizer.weights_sha256(),
+        held_bytes=last.held_bytes,
+        formula_bytes=formula.as_dict(),
+        padding_bytes=memory.padding_bytes(stage, size, numels, precision).as_dict(),
+        peak_bytes=last.peak_bytes,
+        largest_bytes=last.largest_bytes,
+        elements_sent=last.elements_sent,
+        formula_elements=traffic.elements_per_step(stage, size, numels),
+        step_seconds=statistics.median(report.seconds for report in reports),
+    )
+
+
+def compare_stages(
+    world_size=4,
+    steps=30,
+    precision="bf16",
+    *,
+    task=None,
+    batch=None,
+    seed=0,
+    units="block",
+    progress=None,
+):
+    """Train stages 0-3 on the same samples from the same weights.
+
+    Parameters
+    ----------
+    world_size, steps, precision, task, batch, seed, units, progress
+        See `train_stage`.
+
+    Returns
+    -------
+    Comparison
+    """
+    task = digits_task() if task is None else task
+    runs = tuple(
+        train_stage(
+            stage,
+            world_size=world_size,
+            steps=steps,
+            precision=precision,
+            task=task,
+            batch=batch,
+            seed=seed,
+            units=units,
+            # The beginning of the long run, warm-up first: short runs with high rates spike.
+            schedule_steps=max(steps, task.training.steps),
+            progress=progress,
+        )[0]
+        for stage in ZeROStage
+    )
+    return Comparison(world_size, precision, runs[0].numel, steps, runs)
+
+
+@dataclass(frozen=True)
+class MemoryGrid:
+    """Model states measured over stages and world sizes, with the formula beside them.
+
+    Attributes
+    ----------
+    world_sizes : tuple of int
+    precision : str
+    numel : int
+    held_bytes, formula_bytes : ndarray of int64, shape (4, len(world_sizes))
+        Per rank: from the ledger, and the paper's formula without padding.
+    saved_fraction : ndarray, shape (4, len(world_sizes))
+        `zero_stage_memory_reduction` on the stage-0 bytes by kind.
+    measured_fraction : ndarray, shape (4, len(world_sizes))
+        1 - held / held at stage 0 of the same world size.
+    """
+
+    world_sizes: tuple
+    precision: str
+    numel: int
+    held_bytes: np.ndarray
+    formula_bytes: np.ndarray
+    saved_fraction: np.ndarray
+    measured_fraction: np.ndarray
+
+
+def measure_memory(
+    world_sizes=(1, 2, 4, 8, 16), precision="bf16", *, task=None, units="block", progress=None
+):
+    """Run one training step at every stage and world size, and read the ledger.
+
+    Parameters
+    ----------
+    world_sizes : sequence of int
+    precision, task, units
+        See `train_stage`; the task's batch is enlarged to one sample a rank where it is smaller.
+    progress : callable, optional
+        Called with each step's report.
+
+    Returns
+    -------
+    MemoryGrid
+    """
+    task = digits_task("lesson") if task is None else task
+    held = np.zeros((4, len(world_sizes)), np.int64)
+    formula, saved = np.zeros_like(held), np.zeros(held.shape)
+    for column, size in enumerate(world_sizes):
+        for stage in ZeROStage:
+            engine = _make_engine(task, stage, precision, 1, units, 0, world_size=size)
+            report = engine.train_step(*task.dataset.batch(0, max(size, task.training.batch)))
+            if progress is not None:
+                progress(report)
+            numel = engine.optimizer.numel
+            held[stage, column] = sum(report.held_bytes.values())
+            formula[stage, column] = memory.model_state_bytes(stage, size, numel, precision).total
+            whole = memory.model_state_bytes(0, size, numel, precision)
+            saved[stage, column] = memory.zero_stage_memory_reduction(
+                stage, size, whole.param, whole.grad, whole.optim
+            )
+    return MemoryGrid(
+        tuple(world_sizes), precision, task.model.numel, held, formula, saved, 1 - held / held[0]
+    )

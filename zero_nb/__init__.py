@@ -46,7 +46,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 (computed, so that it cannot disagree with _HOME)
+__all__ = sorted(_MODULE_OF)  # computed: it cannot disagree with _HOME
 
 
 def __getattr__(name):

@@ -43,7 +43,7 @@ def main():
         sys.exit(130)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:  # noqa: BLE001 - typer's own usage errors, whichever click it uses
+    except Exception as error:  # typer raises its own usage errors, whichever click it uses
         shown = getattr(error, "format_message", None)
         if shown is None:
             raise

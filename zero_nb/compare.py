@@ -298,9 +298,7 @@ def train_stage(
     task = digits_task() if task is None else task
     batch = task.training.batch if batch is None else batch
     where = {"world_size": world_size} if world is None else {"world": world}
-    engine = _make_engine(
-        task, stage, precision, schedule_steps or steps, units, seed, **where
-    )
+    engine = _make_engine(task, stage, precision, schedule_steps or steps, units, seed, **where)
     reports = []
     for step in range(steps):
         reports.append(engine.train_step(*task.dataset.batch(step, batch, seed)))
@@ -309,9 +307,7 @@ def train_stage(
     return _stage_run(stage, engine, precision, reports, task.dataset), engine
 
 
-def _make_engine(
-        task, stage, precision, schedule_steps or steps, units, seed, **where
-    ):
+def _make_engine(task, stage, precision, steps, units, seed, **where):
     """Return an engine that learns the task as its preset says."""
     training = task.training
     # A run shorter than the preset's keeps its shape: a tenth of it is warm-up.

@@ -55,7 +55,8 @@ class ZeROStage(IntEnum):
             If `value` names no stage.
         """
         text = str(int(value)) if isinstance(value, int) else str(value).strip().lower()
-        text = text.removeprefix("stage").lstrip("_- ")
+        if text.startswith("stage"):
+            text = text.removeprefix("stage").lstrip("_- ")
         if text not in ("0", "1", "2", "3") or isinstance(value, bool):
             raise UsageError(f"there is no ZeRO stage {value!r}; choose 0, 1, 2 or 3")
         return cls(int(text))

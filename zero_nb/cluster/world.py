@@ -130,6 +130,8 @@ class World(ABC):
             )
         self.log = TransferLog()
         self._purpose = None
+        # Called with each `Transfer` before it happens, for worlds whose ranks could disagree.
+        self._announce = None
 
     @property
     def hosted(self):
@@ -176,8 +178,8 @@ class World(ABC):
         """
         purpose = self._booked_as(purpose)
         self._check_full("all_reduce", x_RF, fmt)
-        self._all_reduce(x_RF, fmt)
-        self._record("all_reduce", x_RF.shape[1], fmt.itemsize, purpose, label)
+        with self._logged("all_reduce", x_RF.shape[1], fmt.itemsize, purpose, label):
+            self._all_reduce(x_RF, fmt)
         return x_RF
 
     def reduce_scatter(self, x_RF, *, purpose="grad", fmt=FLOAT32, label=""):
@@ -196,8 +198,8 @@ class World(ABC):
         purpose = self._booked_as(purpose)
         self._check_full("reduce_scatter", x_RF, fmt)
         out_RS = np.empty((self.hosted, x_RF.shape[1] // self.size), fmt.dtype)
-        self._reduce_scatter(x_RF, fmt, out_RS)
-        self._record("reduce_scatter", x_RF.shape[1], fmt.itemsize, purpose, label)
+        with self._logged("reduce_scatter", x_RF.shape[1], fmt.itemsize, purpose, label):
+            self._reduce_scatter(x_RF, fmt, out_RS)
         return out_RS
 
     def all_gather(self, x_RS, *, out=None, purpose="param", fmt=FLOAT32, label=""):
@@ -231,7 +233,8 @@ class World(ABC):
                 f"({self.hosted}, {full}), got {_described(out)}"
             )
         self._check_full("all_gather", out, fmt)
-        if np.may_share_memory(x_RS, out):
+        in_place = np.may_share_memory(x_RS, out)
+        if in_place:
             own = self.own_shard(out)
             same_start = own.ctypes.data == x_RS.ctypes.data
             # A single row has no stride to compare.
@@ -239,10 +242,11 @@ class World(ABC):
                 raise UsageError(
                     "all_gather shards overlap out; pass own_shard(out) or a separate array"
                 )
-            self._all_gather_in_place(out)
-        else:
-            self._all_gather(np.ascontiguousarray(x_RS), out)
-        self._record("all_gather", full, fmt.itemsize, purpose, label)
+        with self._logged("all_gather", full, fmt.itemsize, purpose, label):
+            if in_place:
+                self._all_gather_in_place(out)
+            else:
+                self._all_gather(np.ascontiguousarray(x_RS), out)
         return out
 
     def broadcast(self, x_RN, *, root=0, purpose="other", fmt=FLOAT32, label=""):
@@ -263,8 +267,8 @@ class World(ABC):
         if root not in range(self.size):
             raise UsageError(f"broadcast root must be within 0..{self.size - 1}, got {root}")
         self._check_rows("broadcast", x_RN, fmt)
-        self._broadcast(x_RN, root)
-        self._record("broadcast", x_RN.shape[1], fmt.itemsize, purpose, label)
+        with self._logged("broadcast", x_RN.shape[1], fmt.itemsize, purpose, label):
+            self._broadcast(x_RN, root)
         return x_RN
 
     def all_gather_scalars(self, values_RK, *, purpose="control", label=""):
@@ -285,9 +289,9 @@ class World(ABC):
             raise UsageError(
                 f"all_gather_scalars takes ({self.hosted}, K) values, got {values_RK.shape}"
             )
-        out_WK = self._all_gather_scalars(values_RK)
-        self._record("all_gather", out_WK.size, out_WK.itemsize, purpose, label)
-        return out_WK
+        numel = values_RK.shape[1] * self.size
+        with self._logged("all_gather", numel, values_RK.itemsize, purpose, label):
+            return self._all_gather_scalars(values_RK)
 
     def own_shard(self, x_RF):
         """Return the (R, S) view whose row i is slice ``ranks[i]`` of row i: no copy."""
@@ -345,10 +349,15 @@ class World(ABC):
         """Return the purpose to log under; refused before anything is sent."""
         return _check_purpose(purpose) if self._purpose is None else self._purpose
 
-    def _record(self, collective, numel, itemsize, purpose, label):
-        """Log what one rank sends on a ring for a message of `numel` elements."""
+    @contextmanager
+    def _logged(self, collective, numel, itemsize, purpose, label):
+        """Announce a message of `numel` elements, and log it once it is sent."""
         elements = _RING_ELEMENTS[collective](numel, self.size)
-        self.log.add(Transfer(collective, purpose, elements, elements * itemsize, label))
+        transfer = Transfer(collective, purpose, elements, elements * itemsize, label)
+        if self._announce is not None:
+            self._announce(transfer)
+        yield
+        self.log.add(transfer)
 
 
 def _check_purpose(purpose):

@@ -196,7 +196,9 @@ def wilson_interval(successes, trials, z=1.959963984540054):
     middle = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    low, high = (middle - spread) / scale, (middle + spread) / scale
+    # At 0 and 1 a bound is the share itself; rounding may put it on the wrong side.
+    return min(share, max(0.0, low)), max(share, min(1.0, high))
 
 
 @final

@@ -22,7 +22,7 @@ def test_a_stage_is_found_by_number_digit_and_name(number):
     "value", [4, -1, "-2", True, False, 2.0, "two", "", "stage", "02", None, [1]]
 )
 def test_what_names_no_stage_is_refused_by_what_was_given(value):
-    with pytest.raises(UsageError, match="no ZeRO stage .*choose 0, 1, 2 or 3") as error:
+    with pytest.raises(UsageError, match=r"no ZeRO stage .*choose 0, 1, 2 or 3") as error:
         ZeROStage.parse(value)
     assert repr(value) in str(error.value)
 

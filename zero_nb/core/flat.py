@@ -180,7 +180,7 @@ def unflatten(flat, shapes):
         )
     views, at = [], 0
     for shape, numel in zip(shapes, numels, strict=True):
-        views.append(flat[..., at : at + numel].reshape(*flat.shape[:-1], *shape))
+        views.append(flat[..., at : at + numel].reshape((*flat.shape[:-1], *shape)))
         at += numel
     return views
 
@@ -332,7 +332,7 @@ class FlatLayout:
             raise ValueError(f"flat_RF must end in {self.padded_numel}, got shape {flat_RF.shape}")
         i = self._index[name]
         part = flat_RF[..., self.offsets[i] : self.offsets[i + 1]]
-        return part.reshape(*flat_RF.shape[:-1], *self.shapes[i])
+        return part.reshape((*flat_RF.shape[:-1], *self.shapes[i]))
 
     def full_spans(self):
         """List the parameters as stretches of the whole flat_param.

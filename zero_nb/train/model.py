@@ -352,7 +352,6 @@ class Embedding(Layer):
         (x,) = cache
         width, steps = dy.shape[-1], dy.shape[2]
         dtok, dpos = grads["tok.weight"], grads["pos.weight"]
-        dtok[...] = 0
         column = np.arange(width)
         for r in range(len(x)):
             # np.add.at adds in the order of the index; flat, it is five times as fast as by rows.

@@ -679,9 +679,9 @@ class TrainingPreset:
     lr : float
         The highest learning rate.
     warmup : int
-        Steps in which the learning rate rises to `lr`.
+        Steps in which the learning rate rises to `lr` in a straight line.
     min_lr_ratio : float
-        Where the cosine ends, as a share of `lr`.
+        Where the cosine that follows ends, as a share of `lr`.
     betas : tuple of float
     eps : float
     weight_decay : float
@@ -702,18 +702,6 @@ class TrainingPreset:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     temperature: float = 0.8
-
-    def lr_at(self, step):
-        """Return the learning rate of a step, counted from 0 (float).
-
-        It rises in a straight line over `warmup` steps, then falls along half a cosine to
-        ``lr * min_lr_ratio``, which it would reach at step `steps`.
-        """
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        share = 0.5 * (1 + math.cos(math.pi * done))
-        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
 
 
 DIGITS_TRAINING = TrainingPreset(steps=500, batch=32, lr=8e-3, warmup=50)

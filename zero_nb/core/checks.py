@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from zero_nb.core.kernels import COPY_BLOCK, HYPER, NUMEL, ROW, RUN_COLUMNS
+from zero_nb.core.kernels import (
+    COPY_BLOCK,
+    HYPER,
+    NUMEL,
+    ROW,
+    RUN_COLUMNS,
+    _run_bounds,
+    _run_extents,
+)
 
 
 def check_array(name, array, dtype=None, ndim=None, shape=None, writable=False, contiguous=True):
@@ -132,6 +140,11 @@ def check_runs(runs, read=(), written=(), hyper_rows=None, rows=None):
     rows : int, optional
         Number of results that column ROW points into.
 
+    Returns
+    -------
+    int
+        Number of elements of all runs.
+
     Raises
     ------
     TypeError
@@ -142,34 +155,46 @@ def check_runs(runs, read=(), written=(), hyper_rows=None, rows=None):
     """
     check_array("runs", runs, dtype=np.int64, ndim=2, shape=(None, RUN_COLUMNS))
     if runs.shape[0] == 0:
-        return
-    numel = runs[:, NUMEL]
-    if numel.min() < 0:
-        raise ValueError(f"run {int(numel.argmin())} has a negative length {int(numel.min())}")
+        return 0
+    low, high = np.empty(RUN_COLUMNS, np.int64), np.empty(RUN_COLUMNS, np.int64)
+    ascending = np.empty(RUN_COLUMNS, np.bool_)
+    total = _run_extents(runs, low, high, ascending)
+    if low[NUMEL] < 0:
+        raise ValueError(f"run {int(runs[:, NUMEL].argmin())} has a negative length {low[NUMEL]}")
     for name, column, size in (*read, *written):
-        start = runs[:, column]
-        if start.min() < 0 or (start + numel).max() > size:
-            bad = int(np.flatnonzero((start < 0) | (start + numel > size))[0])
-            raise ValueError(
-                f"run {bad} covers {name}[{int(start[bad])}:{int(start[bad] + numel[bad])}], "
-                f"but {name} has {size} elements; build the table for these buffers"
-            )
+        if low[column] < 0 or high[column] > size:
+            _raise_outside(runs, name, column, size)
     for name, column, _ in written:
-        start = runs[:, column]
-        if np.any(start[1:] < start[:-1] + numel[:-1]):
-            order = np.argsort(start, kind="stable")
-            start, length = start[order], numel[order]
-            clash = start[1:] < start[:-1] + length[:-1]
-            clash &= length[1:] > 0
-            if np.any(clash):
-                at = int(start[1:][clash][0])
-                raise ValueError(f"two runs write {name}[{at}]; each element may be written once")
+        if not ascending[column]:
+            _raise_if_twice(runs, name, column)
     for name, column, size in (("hyper", HYPER, hyper_rows), ("rows", ROW, rows)):
-        index = runs[:, column]
-        if size is not None and (index.min() < 0 or index.max() >= size):
+        if size is not None and (low[column] < 0 or high[column] >= size):
             raise ValueError(
-                f"runs point to {name} {int(index.min())}..{int(index.max())}, but there are {size}"
+                f"runs point to {name} {low[column]}..{high[column]}, but there are {size}"
             )
+    return int(total)
+
+
+def _raise_outside(runs, name, column, size):
+    """Name the first run that leaves its buffer."""
+    start, end = runs[:, column], runs[:, column] + runs[:, NUMEL]
+    bad = int(np.flatnonzero((start < 0) | (end > size))[0])
+    raise ValueError(
+        f"run {bad} covers {name}[{start[bad]}:{end[bad]}], but {name} has {size} elements; "
+        "build the table for these buffers"
+    )
+
+
+def _raise_if_twice(runs, name, column):
+    """Refuse runs that overlap, whatever their order."""
+    runs = runs[runs[:, NUMEL] > 0]
+    runs = runs[np.argsort(runs[:, column], kind="stable")]
+    start, end = runs[:, column], runs[:, column] + runs[:, NUMEL]
+    clash = np.flatnonzero(start[1:] < end[:-1])
+    if clash.size:
+        raise ValueError(
+            f"two runs write {name}[{start[clash[0] + 1]}]; each element may be written once"
+        )
 
 
 def run_bounds(runs):
@@ -182,11 +207,8 @@ def run_bounds(runs):
 
     Returns
     -------
-    bounds : numpy.ndarray
+    numpy.ndarray
         int64; runs ``bounds[i]:bounds[i + 1]`` make one piece.
     """
-    ends = np.cumsum(runs[:, NUMEL])
-    total = int(ends[-1]) if len(ends) else 0
-    marks = np.arange(COPY_BLOCK, total, COPY_BLOCK)
-    inner = np.searchsorted(ends, marks, side="left")
-    return np.unique(np.concatenate(([0], inner, [len(runs)]))).astype(np.int64)
+    bounds = np.empty(len(runs) + 1, np.int64)
+    return bounds[: _run_bounds(runs, COPY_BLOCK, bounds) + 1]

@@ -55,11 +55,13 @@ _MAGIC_BITS = np.int64(0x4330000000000000)
 _lock = threading.Lock()
 
 
-def _jit(parallel=False):
+def _jit(parallel=False, inline=False):
     """Return the one njit decorator of the package, without a cache where none can be written."""
 
     def decorate(function):
         options = {"error_model": "numpy", "nogil": True, "parallel": parallel}
+        if inline:
+            options["inline"] = "always"
         try:
             return njit(cache=True, **options)(function)
         except RuntimeError:  # numba found no directory it may write a cache to
@@ -89,83 +91,72 @@ def launch(sequential, parallel, elements, *args):
 
 
 @_jit()
-def _float32_to_bfloat16(source, out):
-    """Round float32 bits (uint32) to bfloat16 bits, to nearest even; NaN becomes 0x7fc0 | sign."""
-    for i in range(out.size):
-        bits = np.uint32(source[i])
-        if np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            half = np.uint32(
-                np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000)) | np.uint32(0x7FC0)
-            )
-        else:
-            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-            half = np.uint32(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
-        out[i] = np.uint16(half)
+def _round_bfloat16(x):
+    """Round a float32 to bfloat16 bits, to nearest even; NaN becomes 0x7fc0 | sign."""
+    bits = np.float32(x).view(np.uint32)
+    if np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+        return np.uint16(np.uint32(sign | np.uint32(0x7FC0)))
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> 16))
 
 
 @_jit()
-def _bfloat16_to_float32(source, out):
-    """Widen bfloat16 bits to float32 bits (uint32): 16 zeros at the end, always exact."""
-    for i in range(out.size):
-        out[i] = np.uint32(np.uint32(source[i]) << np.uint32(16))
+def _widen_bfloat16(half):
+    """Widen bfloat16 bits to float32: 16 zeros at the end, always exact."""
+    return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)
 
 
 @_jit()
-def _float32_to_float16(source, out):
-    """Round float32 bits (uint32) to float16 bits, to nearest even, with subnormals.
+def _round_float16(x):
+    """Round a float32 to float16 bits, to nearest even, with subnormals.
 
     Too large becomes infinity; a NaN keeps its sign and the upper bits of its payload and is quiet.
     """
-    for i in range(out.size):
-        bits = np.uint32(source[i])
-        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
-        size = np.uint32(bits & np.uint32(0x7FFFFFFF))
-        if size >= np.uint32(0x38800000):  # 2**-14, the smallest normal float16
-            if size >= np.uint32(0x47800000):  # 2**16 and above, infinity, NaN
-                half = np.uint32(0x7C00)
-                if size > np.uint32(0x7F800000):
-                    half = np.uint32(
-                        np.uint32(0x7E00)
-                        | np.uint32(np.uint32(size >> np.uint32(13)) & np.uint32(0x3FF))
-                    )
-            else:
-                odd = np.uint32(np.uint32(size >> np.uint32(13)) & np.uint32(1))
-                moved = np.uint32(size - np.uint32(0x38000000))  # exponent bias 127 -> 15
-                half = np.uint32(
-                    np.uint32(np.uint32(moved + np.uint32(0xFFF)) + odd) >> np.uint32(13)
-                )
-        else:  # a multiple of 2**-24: shift the whole significand, clamped where nothing is left
-            shift = np.uint32(np.uint32(126) - np.uint32(size >> np.uint32(23)))
-            shift = np.uint32(min(shift, np.uint32(25)))
-            whole = np.uint32(np.uint32(size & np.uint32(0x7FFFFF)) | np.uint32(0x800000))
-            odd = np.uint32(np.uint32(whole >> shift) & np.uint32(1))
-            below = np.uint32(
-                np.uint32(np.uint32(1) << np.uint32(shift - np.uint32(1))) - np.uint32(1)
-            )
-            half = np.uint32(np.uint32(np.uint32(whole + below) + odd) >> shift)
-        out[i] = np.uint16(np.uint32(half | sign))
+    bits = np.float32(x).view(np.uint32)
+    sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+    size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if size >= np.uint32(0x47800000):  # 2**16 and above, infinity, NaN
+        half = np.uint32(0x7C00)
+        if size > np.uint32(0x7F800000):
+            payload = np.uint32(np.uint32(size >> np.uint32(13)) & np.uint32(0x3FF))
+            half = np.uint32(np.uint32(0x7E00) | payload)
+    elif size >= np.uint32(0x38800000):  # 2**-14, the smallest normal float16
+        odd = np.uint32(np.uint32(size >> np.uint32(13)) & np.uint32(1))
+        moved = np.uint32(size - np.uint32(0x38000000))  # exponent bias 127 -> 15
+        half = np.uint32(np.uint32(np.uint32(moved + np.uint32(0xFFF)) + odd) >> np.uint32(13))
+    else:
+        # A multiple of 2**-24. Adding 0.5, whose last bit is worth 2**-24, rounds to nearest even
+        # in hardware and leaves the multiple in the low bits.
+        half = np.float32(np.uint32(size).view(np.float32) + np.float32(0.5)).view(np.uint32)
+        half = np.uint32(half - np.uint32(0x3F000000))
+    return np.uint16(np.uint32(half | sign))
 
 
 @_jit()
-def _float16_to_float32(source, out):
+def _widen_float16(half):
     """Widen float16 bits to float32, always exact."""
-    bits = out.view(np.uint32)
-    for i in range(out.size):
-        half = np.uint32(source[i])
-        size = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
-        if size >= np.uint32(0x0F800000):  # infinity and NaN
-            size = np.uint32(size | np.uint32(0x7F800000))
-        else:
-            size = np.uint32(size + np.uint32(0x38000000))  # exponent bias 15 -> 127
-        bits[i] = np.uint32(np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16)) | size)
-    for i in range(out.size):  # zeros and subnormals: a small integer times 2**-24
-        half = np.uint32(source[i])
-        unit = np.float32(5.9604644775390625e-08)
-        if np.uint32(half & np.uint32(0x8000)) != np.uint32(0):
-            unit = -unit
-        small = np.float32(np.uint32(half & np.uint32(0x3FF))) * unit
-        if np.uint32(half & np.uint32(0x7C00)) == np.uint32(0):
-            out[i] = small
+    half = np.uint32(half)
+    sign = np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))
+    size = np.uint32(np.uint32(half & np.uint32(0x7FFF)) << np.uint32(13))
+    if size >= np.uint32(0x0F800000):  # infinity and NaN
+        size = np.uint32(size | np.uint32(0x7F800000))
+    elif size >= np.uint32(0x00800000):  # normal
+        size = np.uint32(size + np.uint32(0x38000000))  # exponent bias 15 -> 127
+    else:  # zeros and subnormals: a small integer times 2**-24
+        small = np.float32(np.int32(size >> np.uint32(13))) * np.float32(5.9604644775390625e-08)
+        size = np.float32(small).view(np.uint32)
+    return np.uint32(size | sign).view(np.float32)
+
+
+@_jit()
+def _wide(x, code):
+    """Widen one number of any format to float32."""
+    if code == CODE_FLOAT32:
+        return np.float32(x)
+    if code == CODE_BFLOAT16:
+        return _widen_bfloat16(x)
+    return _widen_float16(x)
 
 
 @_jit()
@@ -182,9 +173,11 @@ def _widen(source, code, out):
         for i in range(out.size):
             out[i] = np.float32(source[i])
     elif code == CODE_BFLOAT16:
-        _bfloat16_to_float32(source, out.view(np.uint32))
+        for i in range(out.size):
+            out[i] = _widen_bfloat16(source[i])
     else:
-        _float16_to_float32(source, out)
+        for i in range(out.size):
+            out[i] = _widen_float16(source[i])
 
 
 @_jit()
@@ -194,9 +187,11 @@ def _round(source, code, out):
         for i in range(out.size):
             out[i] = source[i]
     elif code == CODE_BFLOAT16:
-        _float32_to_bfloat16(source.view(np.uint32), out)
+        for i in range(out.size):
+            out[i] = _round_bfloat16(source[i])
     else:
-        _float32_to_float16(source.view(np.uint32), out)
+        for i in range(out.size):
+            out[i] = _round_float16(source[i])
 
 
 @_jit()
@@ -233,9 +228,10 @@ def _round_all_parallel(source, code, out):
 # The rank axis: sums over rows in row order, and copies to every row
 
 
-@_jit()
-def _add_rows(x, rows, numel, start, o):
-    """Add the blocks of all float32 rows into o, left to right from row 0, four rows a pass."""
+# Inlined, so that the code of the format is a constant and each caller gets one tight loop.
+@_jit(inline=True)
+def _add_rows(x, rows, numel, start, code, o):
+    """Add the blocks of all rows into o, left to right from row 0, four rows a pass."""
     size = o.size
     a = x[start : start + size]
     r = 1
@@ -244,40 +240,45 @@ def _add_rows(x, rows, numel, start, o):
         c = x[2 * numel + start : 2 * numel + start + size]
         d = x[3 * numel + start : 3 * numel + start + size]
         for i in range(size):
-            o[i] = ((a[i] + b[i]) + c[i]) + d[i]
+            o[i] = ((_wide(a[i], code) + _wide(b[i], code)) + _wide(c[i], code)) + _wide(d[i], code)
         r = 4
     elif rows >= 2:
         b = x[numel + start : numel + start + size]
         for i in range(size):
-            o[i] = a[i] + b[i]
+            o[i] = _wide(a[i], code) + _wide(b[i], code)
         r = 2
     else:
         for i in range(size):
-            o[i] = a[i]
+            o[i] = _wide(a[i], code)
     while r + 4 <= rows:
         a = x[r * numel + start : r * numel + start + size]
         b = x[(r + 1) * numel + start : (r + 1) * numel + start + size]
         c = x[(r + 2) * numel + start : (r + 2) * numel + start + size]
         d = x[(r + 3) * numel + start : (r + 3) * numel + start + size]
         for i in range(size):
-            o[i] = (((o[i] + a[i]) + b[i]) + c[i]) + d[i]
+            total = (o[i] + _wide(a[i], code)) + _wide(b[i], code)
+            o[i] = (total + _wide(c[i], code)) + _wide(d[i], code)
         r += 4
     while r < rows:
         a = x[r * numel + start : r * numel + start + size]
         for i in range(size):
-            o[i] = o[i] + a[i]
+            o[i] = o[i] + _wide(a[i], code)
         r += 1
 
 
 @_jit()
-def _add_rows_bits(x, rows, numel, start, code, total, wide):
-    """Add the blocks of all rows of a 16-bit format in float32, left to right from row 0."""
-    size = total.size
-    _widen(x[start : start + size], code, total)
-    for r in range(1, rows):
-        _widen(x[r * numel + start : r * numel + start + size], code, wide)
-        for i in range(size):
-            total[i] = total[i] + wide[i]
+def _add_rows_float32(x, rows, numel, start, o):
+    """Add the blocks of all float32 rows into o."""
+    _add_rows(x, rows, numel, start, CODE_FLOAT32, o)
+
+
+@_jit()
+def _add_rows_bits(x, rows, numel, start, code, o):
+    """Add the blocks of all 16-bit rows into o, which is float32."""
+    if code == CODE_BFLOAT16:
+        _add_rows(x, rows, numel, start, CODE_BFLOAT16, o)
+    else:
+        _add_rows(x, rows, numel, start, CODE_FLOAT16, o)
 
 
 @_jit()
@@ -285,7 +286,7 @@ def _sum_rows(x, rows, out):
     """Sum of float32 rows, sequentially."""
     numel = out.size
     for start in range(0, numel, SUM_BLOCK):
-        _add_rows(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+        _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
 
 
 @_jit(parallel=True)
@@ -294,59 +295,83 @@ def _sum_rows_parallel(x, rows, out):
     numel = out.size
     for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
         start = b * SUM_BLOCK
-        _add_rows(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+        _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
 
 
 @_jit()
-def _sum_rows_bits_span(x, rows, code, out, start, stop):
-    """Columns start..stop of the sum of 16-bit rows: added in float32, rounded once."""
-    numel = out.size
-    total = np.empty(CACHE_BLOCK, np.float32)
-    wide = np.empty(CACHE_BLOCK, np.float32)
-    for at in range(start, stop, CACHE_BLOCK):
-        size = min(CACHE_BLOCK, stop - at)
-        _add_rows_bits(x, rows, numel, at, code, total[:size], wide[:size])
-        _round(total[:size], code, out[at : at + size])
+def _sum_rows_bits_block(x, rows, numel, code, start, total, out):
+    """One block of the sum of 16-bit rows: added in float32 in a scratch, rounded once."""
+    stop = min(start + SUM_BLOCK, numel)
+    total = total[: stop - start]
+    _add_rows_bits(x, rows, numel, start, code, total)
+    _round(total, code, out[start:stop])
 
 
 @_jit()
 def _sum_rows_bits(x, rows, code, out):
     """Sum of 16-bit rows, sequentially."""
-    _sum_rows_bits_span(x, rows, code, out, 0, out.size)
+    total = np.empty(SUM_BLOCK, np.float32)
+    for start in range(0, out.size, SUM_BLOCK):
+        _sum_rows_bits_block(x, rows, out.size, code, start, total, out)
 
 
 @_jit(parallel=True)
 def _sum_rows_bits_parallel(x, rows, code, out):
     """Sum of 16-bit rows, blocks of the output in parallel."""
     for b in prange((out.size + SUM_BLOCK - 1) // SUM_BLOCK):
-        start = b * SUM_BLOCK
-        _sum_rows_bits_span(x, rows, code, out, start, min(start + SUM_BLOCK, out.size))
+        total = np.empty(SUM_BLOCK, np.float32)
+        _sum_rows_bits_block(x, rows, out.size, code, b * SUM_BLOCK, total, out)
 
 
 @_jit()
-def _sum_rows_everywhere_span(x, rows, numel, code, start, stop):
-    """Columns start..stop of every row become the sum of the rows."""
-    total = np.empty(CACHE_BLOCK, np.float32)
-    wide = np.empty(CACHE_BLOCK, np.float32)
-    for at in range(start, stop, CACHE_BLOCK):
-        size = min(CACHE_BLOCK, stop - at)
-        _add_rows_bits(x, rows, numel, at, code, total[:size], wide[:size])
-        for r in range(rows):
-            _round(total[:size], code, x[r * numel + at : r * numel + at + size])
+def _sum_rows_everywhere_block(x, rows, numel, start, total):
+    """One block of columns of every float32 row becomes the sum of the rows."""
+    stop = min(start + SUM_BLOCK, numel)
+    total = total[: stop - start]
+    _add_rows_float32(x, rows, numel, start, total)
+    for r in range(rows):
+        _copy(total, x[r * numel + start : r * numel + stop])
 
 
 @_jit()
-def _sum_rows_everywhere(x, rows, numel, code):
-    """Every row becomes the sum of the rows, sequentially."""
-    _sum_rows_everywhere_span(x, rows, numel, code, 0, numel)
+def _sum_rows_everywhere(x, rows, numel):
+    """Every float32 row becomes the sum of the rows, sequentially."""
+    total = np.empty(SUM_BLOCK, np.float32)
+    for start in range(0, numel, SUM_BLOCK):
+        _sum_rows_everywhere_block(x, rows, numel, start, total)
 
 
 @_jit(parallel=True)
-def _sum_rows_everywhere_parallel(x, rows, numel, code):
-    """Every row becomes the sum of the rows, blocks of columns in parallel."""
+def _sum_rows_everywhere_parallel(x, rows, numel):
+    """Every float32 row becomes the sum of the rows, blocks of columns in parallel."""
     for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
-        start = b * SUM_BLOCK
-        _sum_rows_everywhere_span(x, rows, numel, code, start, min(start + SUM_BLOCK, numel))
+        total = np.empty(SUM_BLOCK, np.float32)
+        _sum_rows_everywhere_block(x, rows, numel, b * SUM_BLOCK, total)
+
+
+@_jit()
+def _sum_rows_everywhere_bits_block(x, rows, numel, code, start, total):
+    """One block of columns of every 16-bit row becomes the sum of the rows, rounded once."""
+    _sum_rows_bits_block(x, rows, numel, code, start, total, x)  # into row 0, read before
+    stop = min(start + SUM_BLOCK, numel)
+    for r in range(1, rows):
+        _copy(x[start:stop], x[r * numel + start : r * numel + stop])
+
+
+@_jit()
+def _sum_rows_everywhere_bits(x, rows, numel, code):
+    """Every 16-bit row becomes the sum of the rows, sequentially."""
+    total = np.empty(SUM_BLOCK, np.float32)
+    for start in range(0, numel, SUM_BLOCK):
+        _sum_rows_everywhere_bits_block(x, rows, numel, code, start, total)
+
+
+@_jit(parallel=True)
+def _sum_rows_everywhere_bits_parallel(x, rows, numel, code):
+    """Every 16-bit row becomes the sum of the rows, blocks of columns in parallel."""
+    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
+        total = np.empty(SUM_BLOCK, np.float32)
+        _sum_rows_everywhere_bits_block(x, rows, numel, code, b * SUM_BLOCK, total)
 
 
 @_jit()
@@ -636,70 +661,132 @@ def _sgd_parallel(
 
 
 @_jit()
-def _max_bits_runs(bits, mask, runs, first, last, out):
+def _max_bits_runs(bits, mask, runs, first, last, of_run):
     """For runs first..last the largest magnitude, as bits without the sign."""
     for k in range(first, last):
         x = bits[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
         largest = np.uint32(0)
         for i in range(x.size):
-            size = np.uint32(np.uint32(x[i]) & mask)
-            largest = np.uint32(max(largest, size))
-        out[k] = largest
+            largest = np.uint32(max(largest, np.uint32(np.uint32(x[i]) & mask)))
+        of_run[k] = largest
 
 
 @_jit()
-def _max_bits(bits, mask, runs, bounds, out):
+def _max_bits(bits, mask, runs, bounds, of_run):
     """The largest magnitude of each run, sequentially."""
-    _max_bits_runs(bits, mask, runs, 0, runs.shape[0], out)
+    _max_bits_runs(bits, mask, runs, 0, runs.shape[0], of_run)
 
 
 @_jit(parallel=True)
-def _max_bits_parallel(bits, mask, runs, bounds, out):
+def _max_bits_parallel(bits, mask, runs, bounds, of_run):
     """The largest magnitude of each run, groups of runs in parallel."""
     for b in prange(bounds.size - 1):
-        _max_bits_runs(bits, mask, runs, bounds[b], bounds[b + 1], out)
+        _max_bits_runs(bits, mask, runs, bounds[b], bounds[b + 1], of_run)
 
 
 @_jit()
-def _sum_squares_runs(grad, code, runs, scale, first, last, out, seen):
-    """For runs first..last the sum of the squares as integers, and every bit that was seen.
+def _max_of_rows(of_run, runs, of_row):
+    """The largest magnitude of each row, from those of its runs."""
+    for k in range(runs.shape[0]):
+        of_row[runs[k, ROW]] = max(of_row[runs[k, ROW]], of_run[k])
+
+
+@_jit(inline=True)
+def _sum_squares_run(x, code, scale):
+    """Sum of the squares of a run as integers, and every bit that was seen in one.
 
     scale is a power of two, so x * x * scale is exact in float64 before it is rounded to an
     integer by adding 2**52; integers add up to the same total in any order.
     """
-    wide = np.empty(CACHE_BLOCK, np.float32)
-    square = np.empty(CACHE_BLOCK, np.float64)
-    integer = square.view(np.int64)
-    for k in range(first, last):
-        numel = runs[k, NUMEL]
-        total = np.int64(0)
-        every = np.int64(0)
-        for at in range(0, numel, CACHE_BLOCK):
-            size = min(CACHE_BLOCK, numel - at)
-            here = runs[k, GRAD] + at
-            w = wide[:size]
-            _widen(grad[here : here + size], code, w)
-            s = square[:size]
-            for i in range(size):
-                x = np.float64(w[i])
-                s[i] = (x * x) * scale + _MAGIC
-            q = integer[:size]
-            for i in range(size):
-                one = np.int64(q[i] - _MAGIC_BITS)
-                total += one
-                every |= one
-        out[k] = total
-        seen[k] = every
+    total = np.int64(0)
+    seen = np.int64(0)
+    for i in range(x.size):
+        wide = np.float64(_wide(x[i], code))
+        square = np.int64(np.float64((wide * wide) * scale + _MAGIC).view(np.int64) - _MAGIC_BITS)
+        total += square
+        seen |= square
+    return total, seen
 
 
 @_jit()
-def _sum_squares(grad, code, runs, scale, bounds, out, seen):
+def _sum_squares_runs(grad, code, runs, scale, first, last, of_run):
+    """For runs first..last the sum of the squares (column 0) and the bits seen (column 1)."""
+    for k in range(first, last):
+        x = grad[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
+        if code == CODE_FLOAT32:
+            total, seen = _sum_squares_run(x, CODE_FLOAT32, scale)
+        elif code == CODE_BFLOAT16:
+            total, seen = _sum_squares_run(x, CODE_BFLOAT16, scale)
+        else:
+            total, seen = _sum_squares_run(x, CODE_FLOAT16, scale)
+        of_run[k, 0] = total
+        of_run[k, 1] = seen
+
+
+@_jit()
+def _sum_squares(grad, code, runs, scale, bounds, of_run):
     """The sum of squares of each run, sequentially."""
-    _sum_squares_runs(grad, code, runs, scale, 0, runs.shape[0], out, seen)
+    _sum_squares_runs(grad, code, runs, scale, 0, runs.shape[0], of_run)
 
 
 @_jit(parallel=True)
-def _sum_squares_parallel(grad, code, runs, scale, bounds, out, seen):
+def _sum_squares_parallel(grad, code, runs, scale, bounds, of_run):
     """The sum of squares of each run, groups of runs in parallel."""
     for b in prange(bounds.size - 1):
-        _sum_squares_runs(grad, code, runs, scale, bounds[b], bounds[b + 1], out, seen)
+        _sum_squares_runs(grad, code, runs, scale, bounds[b], bounds[b + 1], of_run)
+
+
+@_jit()
+def _sum_of_rows(of_run, runs, of_row):
+    """Add the sums of runs to their rows; return every bit that was seen."""
+    seen = np.int64(0)
+    for k in range(runs.shape[0]):
+        of_row[runs[k, ROW]] += of_run[k, 0]
+        seen |= of_run[k, 1]
+    return seen
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables of runs
+
+
+@_jit()
+def _run_extents(runs, low, high, ascending):
+    """Smallest entry and largest end of each column; whether its runs follow one another.
+
+    The end of an offset is the offset plus the run's length, of other columns the entry itself.
+    The number of elements of all runs is returned.
+    """
+    total = np.int64(0)
+    for c in range(RUN_COLUMNS):
+        low[c] = runs[0, c]
+        high[c] = runs[0, c]
+        ascending[c] = True
+    for k in range(runs.shape[0]):
+        numel = runs[k, NUMEL]
+        total += numel
+        for c in range(RUN_COLUMNS):
+            start = runs[k, c]
+            end = start
+            if TARGET <= c and c <= PARAM:
+                end += numel
+                if k > 0 and start < runs[k - 1, c] + runs[k - 1, NUMEL]:
+                    ascending[c] = False
+            low[c] = min(low[c], start)
+            high[c] = max(high[c], end)
+    return total
+
+
+@_jit()
+def _run_bounds(runs, piece, bounds):
+    """Cut the runs into groups of at least ``piece`` elements; return the number of groups."""
+    groups = 0
+    held = np.int64(0)
+    bounds[0] = 0
+    for k in range(runs.shape[0]):
+        held += runs[k, NUMEL]
+        if held >= piece or k == runs.shape[0] - 1:
+            groups += 1
+            bounds[groups] = k + 1
+            held = 0
+    return groups

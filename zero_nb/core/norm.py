@@ -21,11 +21,11 @@ import numpy as np
 from zero_nb.core.checks import check_array, check_runs, run_bounds
 from zero_nb.core.kernels import (
     GRAD,
-    NUMEL,
     PARALLEL_FROM,
-    ROW,
     _max_bits,
     _max_bits_parallel,
+    _max_of_rows,
+    _sum_of_rows,
     _sum_squares,
     _sum_squares_parallel,
     launch,
@@ -38,8 +38,7 @@ _NO_BOUNDS = np.zeros(1, np.int64)
 def _prepare(grad, runs, rows, fmt):
     """Check the gradient and the runs; return the flat gradient, groups of runs, elements."""
     check_array("grad", grad, dtype=fmt.dtype)
-    check_runs(runs, read=[("grad", GRAD, grad.size)], rows=rows)
-    total = int(runs[:, NUMEL].sum())
+    total = check_runs(runs, read=[("grad", GRAD, grad.size)], rows=rows)
     bounds = run_bounds(runs) if total >= PARALLEL_FROM else _NO_BOUNDS
     return grad.reshape(-1), bounds, total
 
@@ -71,10 +70,9 @@ def max_abs(grad, runs, rows, fmt=FLOAT32):
     flat, bounds, total = _prepare(grad, runs, rows, fmt)
     bits = flat.view(np.uint32) if fmt is FLOAT32 else flat
     mask = np.uint32(0x7FFFFFFF if fmt is FLOAT32 else 0x7FFF)
-    largest = np.zeros(len(runs), np.uint32)
-    launch(_max_bits, _max_bits_parallel, total, bits, mask, runs, bounds, largest)
-    of_row = np.zeros(rows, np.uint32)
-    np.maximum.at(of_row, runs[:, ROW], largest)
+    of_run, of_row = np.empty(len(runs), np.uint32), np.zeros(rows, np.uint32)
+    launch(_max_bits, _max_bits_parallel, total, bits, mask, runs, bounds, of_run)
+    _max_of_rows(of_run, runs, of_row)
     result = fmt.widen(of_row.view(np.float32) if fmt is FLOAT32 else of_row.astype(np.uint16))
     result[~np.isfinite(result)] = np.inf
     return result
@@ -128,32 +126,20 @@ def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
     sums = np.zeros(rows, np.int64)
     if max_abs == 0:
         return sums
-    if np.bincount(runs[:, ROW], weights=runs[:, NUMEL], minlength=1).max() > total_numel:
+    if total > max(rows, 1) * total_numel:
         raise ValueError(
-            f"a row has more elements than total_numel {total_numel}; give the number over all "
-            "units and ranks"
+            f"{total} elements on {rows} rows are more than total_numel {total_numel} on each; "
+            "give the number over all units and ranks"
         )
-    of_run = np.zeros(len(runs), np.int64)
-    seen = np.zeros(len(runs), np.int64)
+    of_run = np.empty((len(runs), 2), np.int64)
     scale = math.ldexp(1.0, k - 2 * exponent)
-    launch(
-        _sum_squares,
-        _sum_squares_parallel,
-        total,
-        flat,
-        fmt.code,
-        runs,
-        scale,
-        bounds,
-        of_run,
-        seen,
-    )
-    if np.any((seen < 0) | (seen >= 1 << (k + 1))):
+    launch(_sum_squares, _sum_squares_parallel, total, flat, fmt.code, runs, scale, bounds, of_run)
+    seen = int(_sum_of_rows(of_run, runs, sums))
+    if not 0 <= seen < 1 << (k + 1):
         raise ValueError(
             f"an element is larger than max_abs {max_abs}; take the maximum over all units and "
             "ranks first"
         )
-    np.add.at(sums, runs[:, ROW], of_run)
     return sums
 
 
@@ -183,3 +169,49 @@ def fixed_to_norm(total, max_abs, total_numel):
     if total < 0:
         raise ValueError(f"a sum of squares is not negative, got {total}")
     return math.ldexp(math.sqrt(math.ldexp(float(int(total)), -k)), exponent)
+
+
+def sum_powers_fixed(grad, runs, rows, fmt, max_abs, total_numel, p):
+    """Sum of ``|x / max_abs| ** p`` of each row's runs, as integers on a grid all ranks share.
+
+    For norms other than 2 and infinity; NumPy, not a kernel, since nobody trains with them for
+    speed.
+
+    Parameters
+    ----------
+    grad, runs, rows, fmt, max_abs, total_numel
+        As for :func:`sum_squares_fixed`.
+    p : float
+        Above 0, finite.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64, shape (rows,).
+
+    Raises
+    ------
+    TypeError, ValueError
+        See :func:`sum_squares_fixed`.
+    """
+    flat, _, _ = _prepare(grad, runs, rows, fmt)
+    _, k = _grid(max_abs, total_numel)
+    sums = np.zeros(rows, np.int64)
+    if max_abs == 0:
+        return sums
+    for run in runs:
+        part = flat[run[GRAD] : run[GRAD] + run[NUMEL]]
+        share = np.abs(fmt.widen(part).astype(np.float64)) / max_abs
+        if share.size and share.max() > 1:
+            raise ValueError(
+                f"an element is larger than max_abs {max_abs}; take the maximum over all units "
+                "and ranks first"
+            )
+        sums[run[ROW]] += np.rint(np.ldexp(share**p, k)).astype(np.int64).sum()
+    return sums
+
+
+def fixed_to_power_norm(total, max_abs, total_numel, p):
+    """Turn the integer sum of powers over all units and ranks into the p-norm (float64)."""
+    _, k = _grid(max_abs, total_numel)
+    return max_abs * math.ldexp(float(int(total)), -k) ** (1 / p)

@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from zero_nb.core.checks import check_array, check_world_size
-from zero_nb.core.flat import padded_numel
+from zero_nb.core.flat import padded_numel, unflatten
 from zero_nb.core.kernels import _walk_all, _walk_all_parallel, launch
 
 
@@ -338,10 +338,12 @@ def _end_to_end(arrays, layout):
     arrays = [np.asarray(array) for array in arrays]
     if len(arrays) != len(layout.shapes):
         raise ValueError(f"{len(arrays)} arrays for a layout of {len(layout.shapes)} tensors")
-    for i, (array, shape) in enumerate(zip(arrays, layout.shapes, strict=True)):
-        check_array(f"arrays[{i}]", array, dtype=arrays[0].dtype, shape=shape, contiguous=False)
     if not arrays:
         return np.empty(0, np.float32)
+    dtype = arrays[0].dtype
+    for i, (array, shape) in enumerate(zip(arrays, layout.shapes, strict=True)):
+        if array.shape != shape or array.dtype != dtype or not dtype.isnative:
+            check_array(f"arrays[{i}]", array, dtype=dtype, shape=shape, contiguous=False)
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
@@ -381,8 +383,8 @@ def partition(arrays, layout):
     return buffers
 
 
-def gather(shards, layout):
-    """Put tensors together again; the exact inverse of :func:`partition`.
+def gather_flat(shards, layout, out=None):
+    """Put tensors together again, end to end in one buffer.
 
     Parameters
     ----------
@@ -390,11 +392,14 @@ def gather(shards, layout):
         For each rank its 1-D buffer, C-contiguous, of one dtype. Padding is not read.
     layout : Layout
         The layout they were cut with.
+    out : numpy.ndarray, optional
+        Written instead of a new array: 1-D, ``layout.numel`` elements of the same dtype, no
+        overlap with a shard.
 
     Returns
     -------
-    list of numpy.ndarray
-        Tensors of the layout's shapes; views that lie end to end in one new buffer.
+    numpy.ndarray
+        ``out``, or a new array, of shape (numel,).
 
     Raises
     ------
@@ -413,25 +418,41 @@ def gather(shards, layout):
                 f"shard of rank {rank} has {shard.size} elements, its layout says "
                 f"{layout.buffer_numels[rank]}"
             )
-    full = np.empty(layout.numel, dtype)
-    bits = _copy_dtype(full.dtype)
+    bits = _copy_dtype(dtype)
+    if out is None:
+        out = np.empty(layout.numel, dtype)
+    check_array("out", out, dtype=dtype, shape=(layout.numel,), writable=True)
+    for rank, shard in enumerate(shards):
+        if np.may_share_memory(shard, out):
+            raise ValueError(f"shard of rank {rank} and out overlap in memory")
+    full = out.view(bits)
     for shard, (starts, places) in zip(shards, layout.tables, strict=True):
         real = int(starts[-1])
-        launch(
-            _walk_all,
-            _walk_all_parallel,
-            real,
-            shard.view(bits),
-            full.view(bits),
-            starts,
-            places,
-            True,
-        )
-    ends = np.cumsum(layout.numels, dtype=np.int64).tolist()
-    return [
-        full[end - numel : end].reshape(shape)
-        for end, numel, shape in zip(ends, layout.numels, layout.shapes, strict=True)
-    ]
+        launch(_walk_all, _walk_all_parallel, real, shard.view(bits), full, starts, places, True)
+    return out
+
+
+def gather(shards, layout):
+    """Put tensors together again; the exact inverse of :func:`partition`.
+
+    Parameters
+    ----------
+    shards : sequence of numpy.ndarray
+        For each rank its 1-D buffer, see :func:`gather_flat`.
+    layout : Layout
+        The layout they were cut with.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        Tensors of the layout's shapes; views that lie end to end in one new buffer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See :func:`gather_flat`.
+    """
+    return unflatten(gather_flat(shards, layout), layout.shapes)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from zero_nb.core.kernels import (
     _sum_rows_bits,
     _sum_rows_bits_parallel,
     _sum_rows_everywhere,
+    _sum_rows_everywhere_bits,
+    _sum_rows_everywhere_bits_parallel,
     _sum_rows_everywhere_parallel,
     _sum_rows_parallel,
     launch,
@@ -95,15 +97,19 @@ def sum_rows_everywhere(x_RN, fmt=FLOAT32):
     """
     _check_rows("x_RN", x_RN, fmt.dtype, writable=True)
     rows, numel = x_RN.shape
-    launch(
-        _sum_rows_everywhere,
-        _sum_rows_everywhere_parallel,
-        x_RN.size,
-        x_RN.reshape(-1),
-        rows,
-        numel,
-        fmt.code,
-    )
+    flat = x_RN.reshape(-1)
+    if fmt is FLOAT32:
+        launch(_sum_rows_everywhere, _sum_rows_everywhere_parallel, x_RN.size, flat, rows, numel)
+    else:
+        launch(
+            _sum_rows_everywhere_bits,
+            _sum_rows_everywhere_bits_parallel,
+            x_RN.size,
+            flat,
+            rows,
+            numel,
+            fmt.code,
+        )
     return x_RN
 
 

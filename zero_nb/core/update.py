@@ -15,7 +15,6 @@ from zero_nb.core.checks import check_array, check_no_overlap, check_runs, run_b
 from zero_nb.core.kernels import (
     ADAM_HYPER,
     GRAD,
-    NUMEL,
     PARALLEL_FROM,
     PARAM,
     SGD_HYPER,
@@ -124,9 +123,8 @@ def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, colum
     written = [(name, column, array.size) for name, column, array in buffers]
     if param is not None:
         written.append(("param", PARAM, param.size))
-    check_runs(runs, [("grad", GRAD, grad.size)], written, hyper_rows=len(hyper))
-    codes = np.array([grad_format.code, -1 if param is None else param_format.code], np.int64)
-    total = int(runs[:, NUMEL].sum())
+    total = check_runs(runs, [("grad", GRAD, grad.size)], written, hyper_rows=len(hyper))
+    codes = (grad_format.code, -1 if param is None else param_format.code)
     bounds = run_bounds(runs) if total >= PARALLEL_FROM else _NO_BOUNDS
     flat_param = _NO_BITS if param is None else param.reshape(-1)
     return flat_param, codes, bounds, total

@@ -705,7 +705,7 @@ class TrainingPreset:
 
 
 DIGITS_TRAINING = TrainingPreset(steps=500, batch=32, lr=8e-3, warmup=50)
-"""Held-out loss about 1.29 (unigram entropy 2.07); 8 of 10 drawn digits are recognised."""
+"""Held-out loss about 1.29 (unigram entropy 2.07); about 87 % of drawn digits are recognised."""
 
 LESSON_TRAINING = TrainingPreset(steps=30, batch=4, lr=2e-3, warmup=10)
 """One sequence a rank on four ranks: enough to see the loss fall, in seconds."""

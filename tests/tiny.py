@@ -54,8 +54,10 @@ def own_params(seed=1):
 
 
 def own_grads(world_size, seed=2):
-    """One gradient a rank for `SHAPES`."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=(world_size, *s)).astype(np.float32) for name, s in SHAPES.items()
-    }
+    """One gradient a rank for `SHAPES`; a rank's does not depend on how many there are."""
+    drawn = {name: [] for name in SHAPES}
+    for rank in range(world_size):
+        rng = np.random.default_rng([seed, rank])
+        for name, shape in SHAPES.items():
+            drawn[name].append(np.asarray(rng.normal(size=shape), np.float32))
+    return {name: np.stack(grads) for name, grads in drawn.items()}

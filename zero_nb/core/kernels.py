@@ -70,6 +70,11 @@ def _jit(parallel=False, inline=False):
     return decorate
 
 
+def runs_parallel(elements):
+    """Whether that much work is worth waking the threads for."""
+    return elements >= PARALLEL_FROM
+
+
 def launch(sequential, parallel, elements, *args):
     """Call the sequential kernel for little work, else the parallel one, one at a time.
 
@@ -79,8 +84,8 @@ def launch(sequential, parallel, elements, *args):
     """
     if numba.config.DISABLE_JIT:
         with np.errstate(all="ignore"):  # compiled code does not warn either
-            return (sequential if elements < PARALLEL_FROM else parallel)(*args)
-    if elements < PARALLEL_FROM:
+            return (parallel if runs_parallel(elements) else sequential)(*args)
+    if not runs_parallel(elements):
         return sequential(*args)
     with _lock:
         return parallel(*args)

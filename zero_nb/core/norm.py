@@ -21,7 +21,8 @@ import numpy as np
 from zero_nb.core.checks import check_array, check_runs, run_bounds
 from zero_nb.core.kernels import (
     GRAD,
-    PARALLEL_FROM,
+    NUMEL,
+    ROW,
     _max_bits,
     _max_bits_parallel,
     _max_of_rows,
@@ -29,6 +30,7 @@ from zero_nb.core.kernels import (
     _sum_squares,
     _sum_squares_parallel,
     launch,
+    runs_parallel,
 )
 from zero_nb.core.precision import FLOAT32
 
@@ -39,7 +41,7 @@ def _prepare(grad, runs, rows, fmt):
     """Check the gradient and the runs; return the flat gradient, groups of runs, elements."""
     check_array("grad", grad, dtype=fmt.dtype)
     total = check_runs(runs, read=[("grad", GRAD, grad.size)], rows=rows)
-    bounds = run_bounds(runs) if total >= PARALLEL_FROM else _NO_BOUNDS
+    bounds = run_bounds(runs) if runs_parallel(total) else _NO_BOUNDS
     return grad.reshape(-1), bounds, total
 
 

@@ -15,7 +15,6 @@ from zero_nb.core.checks import check_array, check_no_overlap, check_runs, run_b
 from zero_nb.core.kernels import (
     ADAM_HYPER,
     GRAD,
-    PARALLEL_FROM,
     PARAM,
     SGD_HYPER,
     SGD_MOMENTUM,
@@ -26,6 +25,7 @@ from zero_nb.core.kernels import (
     _sgd,
     _sgd_parallel,
     launch,
+    runs_parallel,
 )
 from zero_nb.core.precision import FLOAT32
 
@@ -125,7 +125,7 @@ def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, colum
         written.append(("param", PARAM, param.size))
     total = check_runs(runs, [("grad", GRAD, grad.size)], written, hyper_rows=len(hyper))
     codes = (grad_format.code, -1 if param is None else param_format.code)
-    bounds = run_bounds(runs) if total >= PARALLEL_FROM else _NO_BOUNDS
+    bounds = run_bounds(runs) if runs_parallel(total) else _NO_BOUNDS
     flat_param = _NO_BITS if param is None else param.reshape(-1)
     return flat_param, codes, bounds, total
 

@@ -55,6 +55,8 @@ class Recipe:
         The float32 copy of the weights the optimizer updates; 0 where there is none.
     state_bytes : int
         Moments: 8 for Adam in float32, 4 for momentum, 0 for plain SGD.
+    compute_bytes : int
+        Weights as they are gathered and computed with, and activations.
     source : str
         Where this way of counting is written down.
     """
@@ -64,6 +66,7 @@ class Recipe:
     grad_bytes: int
     master_bytes: int
     state_bytes: int
+    compute_bytes: int = 2
     source: str = ""
 
     @property
@@ -85,10 +88,14 @@ class _Precision:
     grad_bytes: int
     master_bytes: int
     source: str
+    compute_bytes: int = 2
 
 
 PRECISIONS: dict[str, _Precision] = {
-    "fp32": _Precision(4, 4, 0, "arXiv:1910.02054 Sec. 3.1, without mixed precision"),
+    "fp32": _Precision(4, 4, 0, "arXiv:1910.02054 Sec. 3.1, without mixed precision", 4),
+    "fp32-bf16-compute": _Precision(
+        4, 4, 0, "PyTorch FSDP2 MixedPrecisionPolicy: fp32 shards, gathered and computed in bf16"
+    ),
     "bf16": _Precision(2, 2, 4, "arXiv:1910.02054 Sec. 3.1: 2 + 2 + K, K = 12"),
     "fp16": _Precision(2, 2, 4, "arXiv:1910.02054 Sec. 3.1: 2 + 2 + K, K = 12"),
     "bf16-fp32-grads": _Precision(
@@ -157,6 +164,7 @@ def get_recipe(precision: str = "bf16", optimizer: str = "adamw") -> Recipe:
         grad_bytes=kept.grad_bytes,
         master_bytes=kept.master_bytes,
         state_bytes=state_bytes,
+        compute_bytes=kept.compute_bytes,
         source=f"{kept.source}; {state_source}",
     )
 

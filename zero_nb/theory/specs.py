@@ -255,7 +255,7 @@ class ModelSpec:
         layers = self.stage_layers(pp)[stage]
         first, last = stage in (0, -pp), stage in (-1, pp - 1)
         vocab = -(-self.vocab // tp) * self.embed_dim
-        total = layers * self._block_shard(tp)
+        total = layers * self.block_shard_numel(tp)
         if self.cross_layers:
             total += -(-self.cross_layers * self.cross_numel // (tp * pp))
         if first:
@@ -265,8 +265,8 @@ class ModelSpec:
             total += vocab if self.has_head and (not self.tied or pp > 1) else 0
         return total
 
-    def _block_shard(self, tp: int) -> int:
-        """One layer's parameters on one of `tp` devices."""
+    def block_shard_numel(self, tp: int) -> int:
+        """One layer's parameters on one of `tp` tensor-parallel devices."""
         if tp == 1:
             return self.block_numel
         h, q = self.hidden, self.attention_width

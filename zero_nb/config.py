@@ -12,7 +12,7 @@ __all__ = [
     "ZeroConfig",
 ]
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "bf16-fp32-grads", "bf16-both-grads", "fp16")
 """Precision recipes a training run can name."""
 
 
@@ -75,6 +75,15 @@ def check_world_size(world_size):
     return size
 
 
+def check_at_least_one(name, value, what):
+    """Return `value` as an int of at least 1, or say what is wrong with it."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise UsageError(f"{name} must be a whole number, got {value!r}")
+    if int(value) < 1:
+        raise UsageError(f"{name} must be at least 1 {what}, got {value}")
+    return int(value)
+
+
 def check_precision(precision, choices=PRECISIONS):
     """Return `precision` if it is one of `choices`, or name them."""
     if precision not in choices:
@@ -95,12 +104,14 @@ class ZeROConfig:
         Number of ranks.
     overlap_comm : bool, default True
         Gather and reduce while computing. The simulated world computes and communicates in
-        turn, so this has no effect there yet.
+        turn; there it means two gradient buckets, one filled while the other is reduced.
     reduce_bucket_size : int, default 500_000_000
-        Elements of gradients reduced together. A bucket is one unit at present, so this has
-        no effect yet.
-    precision : {"fp32", "bf16"}, default "fp32"
-        fp32 without a master copy, or bf16 with fp32 masters.
+        Elements of gradients reduced together from stage 2 on. The default is a whole small
+        model, and stage 2 then peaks above stage 1: see `zero_nb.train.buckets`.
+    precision : str, default "fp32"
+        One of `PRECISIONS`, for example fp32 without a master copy, or bf16 with fp32 masters.
+    micro_batches : int, default 1
+        Gradient accumulation: backward passes in one step.
 
     Raises
     ------
@@ -113,6 +124,7 @@ class ZeROConfig:
     overlap_comm: bool = True
     reduce_bucket_size: int = 500_000_000
     precision: str = "fp32"
+    micro_batches: int = 1
 
     def __post_init__(self):
         """Check every field, so that no invalid configuration exists."""
@@ -128,10 +140,8 @@ class ZeROConfig:
             )
         object.__setattr__(self, "stage", stage)
         check_world_size(self.world_size)
-        if self.reduce_bucket_size < 1:
-            raise UsageError(
-                f"reduce_bucket_size must be at least 1 element, got {self.reduce_bucket_size}"
-            )
+        check_at_least_one("reduce_bucket_size", self.reduce_bucket_size, "element")
+        check_at_least_one("micro_batches", self.micro_batches, "micro-batch")
         check_precision(self.precision)
 
 

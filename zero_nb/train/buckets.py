@@ -1,17 +1,36 @@
-"""Gradients on their way: which travel together, in backward order."""
+"""Gradients on their way to their owners: what a backward pass writes, and what travels together.
 
+Shape suffixes: R ranks hosted here, W world_size, F padded flat length of a unit, S = F // W,
+C columns of a bucket.
+
+[Note: buckets]
+Seen as (W, S), a unit's gradient has one row for each owner. A bucket takes column ranges of it,
+the same columns of every row, so a full bucket is reduce-scattered as it lies and every rank gets
+its part of each unit in it. Units come in backward order; one that does not fit is cut, so all
+buckets but the last are exactly full. Sums are element by element: results do not depend on the
+bucket size. The buffer has min(reduce_bucket_size, padded numel of the model) elements, exists
+during backward only, and is what lets stage 2 use more memory than stage 1 when it is large.
+
+[Note: a bucket in flight]
+With two buffers a full bucket is in flight while the other one is filled. It is reduced when its
+buffer is needed again, or at the end of the backward pass: the latest moment that a real
+asynchronous reduction could read it. So a buffer filled too early would show in the gradients.
+"""
+
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
 
-__all__ = ["GradientBuffer"]
+__all__ = ["GradientBuckets", "GradientBuffer"]
 
 
 @final
 class GradientBuffer:
     """The float32 gradient of one unit while its backward pass writes it, contiguous.
 
-    Layers write into `views`, so that no gradient is copied before it travels.
+    Layers write into `targets`, so that no gradient is copied before it travels. A parameter used
+    by several layers (tied weights) is written by the first and added to by the others.
 
     Parameters
     ----------
@@ -21,7 +40,6 @@ class GradientBuffer:
     ----------
     grad_RF : ndarray, shape (R, F), float32
         Padding is zero.
-    views : dict of str to ndarray (R, *shape)
     """
 
     def __init__(self, unit):
@@ -32,4 +50,166 @@ class GradientBuffer:
         # A float32 gradient is what travels; in a 16-bit recipe it is only computed with.
         kind = "bucket" if unit.recipe.wire.dtype == np.float32 else "workspace"
         unit.ledger.register(self.grad_RF, kind, unit.name)
-        self.views = unit.views(self.grad_RF)
+        self._views = unit.views(self.grad_RF)
+        self._written = set()
+        self._more = []
+
+    def targets(self, names):
+        """Return where to write the gradients of some parameters: name -> (R, *shape).
+
+        Parameters
+        ----------
+        names : iterable of str
+            Those that are not this unit's are left out. Call `add_up` after writing.
+        """
+        targets = {}
+        for name in names:
+            if name not in self._views:
+                continue
+            view, key = self._views[name], self.unit.aliases.get(name, name)
+            if key in self._written:
+                targets[name] = np.empty(view.shape, np.float32)
+                self._more.append((view, targets[name]))
+            else:
+                self._written.add(key)
+                targets[name] = view
+        return targets
+
+    def add_up(self):
+        """Add what later users of a parameter wrote."""
+        for view, more in self._more:
+            view += more
+        self._more.clear()
+
+    def finish(self):
+        """Return the whole gradient; parameters that nothing wrote to have gradient zero."""
+        for name in self.unit.layout.names:
+            if name not in self._written:
+                self._views[name][...] = 0.0
+        return self.grad_RF
+
+
+@dataclass
+class _Bucket:
+    """One buffer of a format: (R, W, C) seen flat, and which column ranges lie in it."""
+
+    flat: np.ndarray
+    columns: int
+    used: int = 0
+    ranges: list = field(default_factory=list)  # (unit, first column of the shard, columns)
+
+
+@final
+class GradientBuckets:
+    """Reduce-scatters gradients to their owners, in buckets if a size is given.
+
+    Parameters
+    ----------
+    world : World
+    ledger : Ledger
+    bucket_numel : int or None
+        Elements of a bucket on one rank. None: every unit's gradient travels alone, from where
+        backward wrote it, and there is no buffer.
+    double : bool
+        Two buffers, see [Note: a bucket in flight].
+    """
+
+    def __init__(self, world, ledger, bucket_numel=None, *, double=False):
+        self.world, self.ledger = world, ledger
+        self.bucket_numel, self.double = bucket_numel, double
+        self._filling = {}  # format -> bucket
+        self._in_flight = {}
+
+    def reduce_scatter(self, unit, grad_RF):
+        """Send a unit's partial float32 gradient (R, F) to its owners, now or in a full bucket."""
+        unit.check_room()
+        if self.bucket_numel is None or unit.layout.padded_numel == 0:
+            wire_RF = unit.to_wire(grad_RF)
+            shard_RS = self.world.reduce_scatter(wire_RF, fmt=unit.recipe.wire, label=unit.name)
+            unit.accumulate(shard_RS)
+            return
+        shard = unit.layout.shard_numel
+        grad_RWS = grad_RF.reshape(self.world.hosted, self.world.size, shard)
+        start = 0
+        while start < shard:
+            bucket = self._open(unit.recipe.wire)
+            count = min(bucket.columns - bucket.used, shard - start)
+            self._put(bucket, unit, grad_RWS, start, count)
+            start += count
+            if bucket.used == bucket.columns:
+                self._close(unit.recipe.wire)
+
+    def flush(self):
+        """Reduce what is in the buckets and give their memory back; the end of a backward pass."""
+        for fmt in list(self._filling):
+            self._wait(fmt)
+            self._reduce(self._filling.pop(fmt), fmt)
+        for fmt in list(self._in_flight):
+            self._wait(fmt)
+
+    def discard(self):
+        """Forget what is in the buckets."""
+        self._filling.clear()
+        self._in_flight.clear()
+
+    def _open(self, fmt):
+        """Return the bucket being filled, making one if there is none."""
+        if fmt not in self._filling:
+            columns = max(1, self.bucket_numel // self.world.size)
+            numel = self.world.hosted * self.world.size * columns
+            flat = np.empty((self.world.hosted, numel // self.world.hosted), fmt.dtype)
+            self.ledger.register(flat, "bucket", "bucket")
+            self._filling[fmt] = _Bucket(flat.reshape(-1), columns)
+        return self._filling[fmt]
+
+    def _put(self, bucket, unit, grad_RWS, start, count):
+        """Copy columns start ... start + count of a gradient, rounded to the wire, to the end."""
+        part = grad_RWS[:, :, start : start + count]
+        wire = unit.recipe.wire
+        if part.dtype != wire.dtype:
+            part = self.ledger.register(part.copy(), "workspace", unit.name)
+            part = self.ledger.register(wire.round(part), "workspace", unit.name)
+        view = bucket.flat.reshape(self.world.hosted, self.world.size, bucket.columns)
+        view[:, :, bucket.used : bucket.used + count] = part
+        bucket.ranges.append((unit, start, count))
+        bucket.used += count
+
+    def _close(self, fmt):
+        """Send a full bucket; with two buffers it stays in flight until the next one is full."""
+        full = self._filling.pop(fmt)
+        if not self.double:
+            self._filling[fmt] = self._reduce(full, fmt)
+            return
+        free = self._wait(fmt)
+        self._in_flight[fmt] = full
+        if free is not None:
+            self._filling[fmt] = free
+
+    def _wait(self, fmt):
+        """Reduce the bucket in flight; return its buffer, to be filled again."""
+        bucket = self._in_flight.pop(fmt, None)
+        return None if bucket is None else self._reduce(bucket, fmt)
+
+    def _reduce(self, bucket, fmt):
+        """Reduce-scatter a bucket and hand each unit its columns; return it empty."""
+        hosted, size, used = self.world.hosted, self.world.size, bucket.used
+        if used:
+            wire = bucket.flat
+            if used < bucket.columns:
+                # Close the gaps between the owners' rows, so that the message is contiguous;
+                # every row moves towards the front, so going upwards overwrites nothing unread.
+                rows = hosted * size
+                for row in range(1, rows):
+                    source = wire[row * bucket.columns : row * bucket.columns + used]
+                    wire[row * used : (row + 1) * used] = source.copy()
+                wire = wire[: rows * used]
+            shard_RC = self.world.reduce_scatter(
+                wire.reshape(hosted, size * used), fmt=fmt, label="bucket"
+            )
+            at = 0
+            for unit, start, count in bucket.ranges:
+                unit.accumulate_columns(np.ascontiguousarray(shard_RC[:, at : at + count]), start)
+                at += count
+        bucket.used = 0
+        bucket.ranges.clear()
+        return bucket

@@ -6,9 +6,12 @@ The engine decides when each unit's parameters are needed, the optimizer and its
 what that means:
 
 1. forward, unit by unit upwards: unshard at the first layer of a unit, reshard after its last;
-2. loss, divided by the terms of the mean on all ranks;
+2. loss, divided by the terms of the mean on all ranks and in all micro-batches;
 3. backward, downwards: unshard, let the layers write the unit's gradient, reshard, post_backward;
-4. step.
+4. after the last micro-batch, step.
+
+A unit with tied weights is used by the first and the last layer; it stays gathered from its first
+forward to its last backward use.
 
 [Note: chunks of ranks]
 Layers compute on chunks of the rank axis, each chunk in a thread of its own. With equal batches a
@@ -144,21 +147,32 @@ class Engine:
         params = model.init(seed) if params is None else params
         self.optimizer = ZeROOptimizer(
             {name: params[name] for name in model.shapes},
-            units={
-                unit: [name for layer in layers for name in layer.shapes]
-                for unit, layers in groups.items()
-            },
+            units=_parameters_of(groups),
             **settings,
         )
         self.world, self.ledger = self.optimizer.world, self.optimizer.ledger
-        unit_named = {unit.name: unit for unit in self.optimizer.units}
-        self._unit_of = {
-            layer.name: unit_named[unit] for unit, layers in groups.items() for layer in layers
+        self._units_of = [self._units_with(layer.shapes) for layer in model.layers]
+        count = len(model.layers)
+        users = {
+            unit.name: [i for i in range(count) if unit in self._units_of[i]]
+            for unit in self.optimizer.units
         }
-        order = [self._unit_of[layer.name] for layer in model.layers]
-        # A unit's last use in a pass: no later layer of that pass needs it.
-        self._last_forward = [unit not in order[i + 1 :] for i, unit in enumerate(order)]
-        self._last_backward = [unit not in order[:i] for i, unit in enumerate(order)]
+        tied = {
+            unit.name for unit in self.optimizer.units if unit.aliases and len(users[unit.name]) > 1
+        }
+        # Which units no later layer of a pass needs. Tied ones stay over the turn.
+        self._last_forward = [
+            [u for u in self._units_of[i] if users[u.name][-1] == i and u.name not in tied]
+            for i in range(count)
+        ]
+        self._last_backward = [
+            [u for u in self._units_of[i] if users[u.name][0] == i] for i in range(count)
+        ]
+
+    def _units_with(self, names):
+        """Return the units that hold some of the named parameters."""
+        names = {self.optimizer.aliases.get(name, name) for name in names}
+        return [unit for unit in self.optimizer.units if names & set(unit.layout.names)]
 
     # --- training --------------------------------------------------------------------------
 
@@ -169,7 +183,7 @@ class Engine:
         ----------
         inputs, targets : ndarray
             The global batch, (G, ...). Rank r takes the r-th of W parts that differ by at most
-            one sample.
+            one sample, and cuts it in as many micro-batches as the optimizer wants.
 
         Returns
         -------
@@ -194,7 +208,7 @@ class Engine:
         )
 
     def forward_backward(self, inputs, targets):
-        """Compute the loss and hand every unit's gradient to the stage.
+        """Compute the loss and hand every unit's gradient to the stage, for all micro-batches.
 
         Parameters
         ----------
@@ -204,34 +218,47 @@ class Engine:
         Returns
         -------
         float
-            Mean loss over the global batch.
+            Mean loss over the global batch: every term counts the same, however terms are spread
+            over ranks and micro-batches.
         """
-        chunks = self._chunks(inputs, targets)
-        for chunk in chunks:
-            self._keep(chunk.ranks, (chunk.inputs,), "batch")
+        loss, count = 0.0, self.model.count(targets)
         with one_blas_thread():
-            outputs, caches = self._forward(chunks, keep=True)
-            loss, gradients = self._loss(chunks, outputs, self.model.count(targets))
-            del outputs
-            self._backward(chunks, caches, gradients)
+            for chunks in self._micro_batches(inputs, targets):
+                for chunk in chunks:
+                    self._keep(chunk.ranks, (chunk.inputs,), "batch")
+                outputs, caches = self._forward(chunks, keep=True)
+                part, gradients = self._loss(chunks, outputs, count, self.optimizer.loss_scale)
+                loss += part
+                del outputs
+                self._backward(chunks, caches, gradients)
+                del gradients
+        self.optimizer.mark_used(self.model.shapes)
         self.ledger.phase = "outside"
         return loss
 
     def evaluate(self, inputs, targets):
         """Return the mean loss of the current parameters, booked as purpose ``"other"``."""
-        chunks = self._chunks(inputs, targets)
+        (chunks,) = self._micro_batches(inputs, targets, count=1)
         with one_blas_thread(), self.world.purpose("other"):
             outputs, _ = self._forward(chunks, keep=False)
-            loss, _ = self._loss(chunks, outputs, self.model.count(targets))
+            for unit in self.optimizer.units:  # tied ones would wait for a backward pass
+                self.optimizer.reshard(unit)
+            loss, _ = self._loss(chunks, outputs, self.model.count(targets), 1.0)
         return loss
+
+    def _unshard(self, i):
+        """Return the parameters that layer i computes with."""
+        params = {}
+        for unit in self._units_of[i]:
+            params |= self.optimizer.unshard(unit)
+        return params
 
     def _forward(self, chunks, *, keep):
         """Run all layers upwards; return each chunk's result and, if kept, each layer's caches."""
         self.ledger.phase = "forward"
         values, caches = [chunk.inputs for chunk in chunks], []
         for i, layer in enumerate(self.model.layers):
-            unit = self._unit_of[layer.name]
-            params = self.optimizer.unshard(unit)
+            params = self._unshard(i)
 
             def run(c, layer=layer, params=params, values=values):
                 return layer.forward(_rows(params, chunks[c].ranks), values[c])
@@ -244,21 +271,25 @@ class Engine:
                 for chunk, cache in zip(chunks, caches[-1], strict=True):
                     self._keep(chunk.ranks, cache, layer.name)
             del results
-            if self._last_forward[i]:
+            for unit in self._last_forward[i]:
                 self.optimizer.reshard(unit)
         for chunk, value in zip(chunks, values, strict=True):
             self._keep(chunk.ranks, (value,), "output")
         return values, caches
 
-    def _loss(self, chunks, outputs, global_count):
-        """Return the mean loss over all ranks, and each chunk's gradient of its outputs."""
+    def _loss(self, chunks, outputs, global_count, loss_scale):
+        """Return the mean loss over all ranks, and each chunk's gradient of its scaled outputs."""
         results = _each(
             lambda c: self.model.loss(outputs[c], chunks[c].targets, global_count), len(chunks)
         )
         loss_R = np.concatenate([loss for loss, _ in results])
         loss_W = self.world.all_gather_scalars(loss_R[:, None], label="loss")[:, 0]
+        gradients = [gradient for _, gradient in results]
+        if loss_scale != 1.0:
+            for gradient in gradients:
+                gradient *= loss_scale
         # Python's sum adds in rank order.
-        return float(sum(loss_W.tolist())), [gradient for _, gradient in results]
+        return float(sum(loss_W.tolist())), gradients
 
     def _backward(self, chunks, caches, gradients):
         """Run all layers downwards, handing each unit's gradient over once it is complete."""
@@ -266,57 +297,90 @@ class Engine:
         buffers = {}
         for i in reversed(range(len(self.model.layers))):
             layer = self.model.layers[i]
-            unit = self._unit_of[layer.name]
-            params = self.optimizer.unshard(unit)
-            if unit.name not in buffers:
-                buffers[unit.name] = GradientBuffer(unit)
-            views, cache = buffers[unit.name].views, caches.pop()
+            params, targets = self._unshard(i), {}
+            for unit in self._units_of[i]:
+                if unit.name not in buffers:
+                    buffers[unit.name] = GradientBuffer(unit)
+                targets |= buffers[unit.name].targets(layer.shapes)
+            cache = caches.pop()
 
-            def run(c, layer=layer, params=params, views=views, cache=cache, dy=gradients):
+            def run(c, layer=layer, params=params, targets=targets, cache=cache, dy=gradients):
                 rows = chunks[c].ranks
-                return layer.backward(_rows(params, rows), cache[c], dy[c], _rows(views, rows))
+                return layer.backward(_rows(params, rows), cache[c], dy[c], _rows(targets, rows))
 
             gradients = _each(run, len(chunks))
-            del params, views, cache, run
-            if self._last_backward[i]:
+            del params, targets, cache, run
+            for unit in self._units_of[i]:
+                buffers[unit.name].add_up()
+            for unit in self._last_backward[i]:
                 self.optimizer.reshard(unit)
-                self.optimizer.post_backward(unit, buffers.pop(unit.name).grad_RF)
+                buffer = buffers.pop(unit.name)
+                if unit.trainable:
+                    self.optimizer.post_backward(unit, buffer)
+                del buffer
+        self.optimizer.finish_backward()
 
     # --- batches and memory ------------------------------------------------------------------
 
-    def _chunks(self, inputs, targets):
-        """Cut the global batch among the hosted ranks; see [Note: chunks of ranks]."""
+    def _micro_batches(self, inputs, targets, count=None):
+        """Cut the global batch among ranks, then each rank's part among micro-batches.
+
+        Returns
+        -------
+        list of list of _Chunk
+            One list a micro-batch; see [Note: chunks of ranks].
+        """
         size, samples = self.world.size, len(inputs)
+        count = self.optimizer.micro_batches if count is None else count
         if len(targets) != samples:
             raise UsageError(f"{samples} inputs but {len(targets)} targets")
-        if samples < size:
+        if samples < size * count:
+            each = "a sample" if count == 1 else f"one sample for each of {count} micro-batches"
             raise UsageError(
-                f"a global batch of {samples} leaves ranks of {size} without a sample; "
-                f"use a batch of at least {size}"
+                f"a global batch of {samples} leaves ranks of {size} without {each}; "
+                f"use a batch of at least {size * count}"
             )
-        ranks = self.world.ranks
-        if samples % size:
-            cuts = np.linspace(0, samples, size + 1).astype(int)
-            spans = [slice(cuts[rank], cuts[rank + 1]) for rank in ranks]
-            return [
-                _Chunk(slice(i, i + 1), inputs[None, span].copy(), targets[None, span].copy())
-                for i, span in enumerate(spans)
-            ]
-        own = slice(ranks[0] * (samples // size), (ranks[-1] + 1) * (samples // size))
-        stack = (len(ranks), samples // size)
-        own_inputs = inputs[own].reshape(*stack, *inputs.shape[1:])
-        own_targets = targets[own].reshape(*stack, *targets.shape[1:])
-        parts = min(_threads(), len(ranks))
-        cuts = np.linspace(0, len(ranks), parts + 1).astype(int)
+        cuts = _cuts(0, samples, size)
+        parts = [_cuts(cuts[rank], cuts[rank + 1], count) for rank in self.world.ranks]
         return [
-            _Chunk(slice(a, b), own_inputs[a:b].copy(), own_targets[a:b].copy())
-            for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+            self._chunks(inputs, targets, [(part[m], part[m + 1]) for part in parts])
+            for m in range(count)
+        ]
+
+    def _chunks(self, inputs, targets, spans):
+        """Return the chunks of one micro-batch, given each hosted rank's samples."""
+        alike = len({stop - start for start, stop in spans}) == 1
+        chunks = _cuts(0, len(spans), min(_threads(), len(spans)) if alike else len(spans))
+        return [
+            _Chunk(
+                slice(first, last),
+                *(
+                    np.stack([array[start:stop] for start, stop in spans[first:last]])
+                    for array in (inputs, targets)
+                ),
+            )
+            for first, last in zip(chunks[:-1], chunks[1:], strict=True)
         ]
 
     def _keep(self, ranks, arrays, label):
         """Book arrays of some ranks as activations."""
         for array in arrays:
             self.ledger.register(array, "activation", label, rank_index=ranks)
+
+
+def _parameters_of(groups):
+    """Return the parameter names of each unit; a tied one only where it comes first."""
+    seen, units = set(), {}
+    for unit, layers in groups.items():
+        names = [name for layer in layers for name in layer.shapes if name not in seen]
+        units[unit] = list(dict.fromkeys(names))
+        seen.update(names)
+    return units
+
+
+def _cuts(start, stop, parts):
+    """Return parts + 1 places that cut start ... stop in parts that differ by at most one."""
+    return [start + (stop - start) * part // parts for part in range(parts + 1)]
 
 
 def _rows(arrays, ranks):

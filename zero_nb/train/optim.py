@@ -17,7 +17,16 @@ from zero_nb.config import UsageError
 from zero_nb.core import update
 from zero_nb.train.units import OptimState
 
-__all__ = ["SGD", "Adam", "AdamW", "GroupedRule", "ParameterGroup", "Rule", "warmup_cosine"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "GroupedRule",
+    "ParameterGroup",
+    "Rule",
+    "get_rule",
+    "warmup_cosine",
+]
 
 
 class Rule(ABC):
@@ -25,6 +34,8 @@ class Rule(ABC):
 
     moment_names: ClassVar[tuple[str, ...]]
     """Names of the float32 arrays kept for each element."""
+    elementwise: ClassVar[bool] = True
+    """Whether an element's update needs that element's gradient and state only."""
 
     @property
     def moments(self):
@@ -188,6 +199,54 @@ class AdamW(_AdamRule):
     _decoupled: ClassVar[bool] = True
 
 
+_WHOLE_TENSOR = {
+    "adafactor": "row and column means of the squared gradient",
+    "lamb": "the norms of each layer's weights and update",
+    "lars": "the norms of each layer's weights and gradient",
+    "muon": "the orthogonalised update matrix",
+    "shampoo": "the left and right preconditioner matrices",
+}
+
+
+def _whole_tensor(name):
+    """Say why a rule cannot be sharded element by element."""
+    needs = _WHOLE_TENSOR.get(name.lower(), "whole tensors")
+    return (
+        f"{name} needs {needs}, but a ZeRO rank sees only its own slice of the flat_param, which "
+        "cuts tensors anywhere; use an element-wise rule such as AdamW, Adam or SGD"
+    )
+
+
+def get_rule(name, **options):
+    """Return a rule by the name the command line knows it by.
+
+    Parameters
+    ----------
+    name : {"adamw", "adam", "sgd", "momentum"}
+        ``momentum`` is SGD with momentum 0.9.
+    **options
+        Its hyper-parameters; those it does not have are left out.
+
+    Returns
+    -------
+    Rule
+
+    Raises
+    ------
+    UsageError
+        For an unknown name; for one that needs whole tensors, with the reason.
+    """
+    kinds = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "momentum": SGD}
+    if name.lower() in _WHOLE_TENSOR:
+        raise UsageError(_whole_tensor(name))
+    if name not in kinds:
+        raise UsageError(f"unknown optimizer {name!r}; choose one of {', '.join(kinds)}")
+    kind = kinds[name]
+    known = {f.name for f in fields(kind)}
+    chosen = {key: value for key, value in options.items() if key in known}
+    return kind(**({"momentum": 0.9} if name == "momentum" else {}) | chosen)
+
+
 def _check_options(options):
     """Refuse hyper-parameters outside their range, by name."""
     for name, value in options.items():
@@ -229,6 +288,8 @@ class GroupedRule:
         All trainable parameters.
     groups : sequence of ParameterGroup, optional
         Each parameter in exactly one; one group of all by default.
+    rounded_start : bool, default False
+        Start masters from the rounded parameters, as DeepSpeed does.
 
     Attributes
     ----------
@@ -238,14 +299,17 @@ class GroupedRule:
         Updates each parameter has had.
     """
 
-    def __init__(self, rule, names, groups=None):
+    def __init__(self, rule, names, groups=None, *, rounded_start=False):
         if not isinstance(rule, Rule):
             raise UsageError(
                 f"the rule must be a zero_nb Rule (SGD, Adam, AdamW or your own), got {rule!r}"
             )
+        if not rule.elementwise:
+            raise UsageError(_whole_tensor(type(rule).__name__))
         names = tuple(names)
         groups = [ParameterGroup(names)] if groups is None else list(groups)
         self.rule, self.groups, self.lr_factor = rule, groups, 1.0
+        self.rounded_start = rounded_start
         self._group_of = _index_groups(rule, names, groups)
         self.steps = dict.fromkeys(names, 0)
         self._left_out = frozenset()
@@ -255,18 +319,36 @@ class GroupedRule:
         merged = self.rule.options | group.options
         return merged | {"lr": merged["lr"] * self.lr_factor}
 
+    def set_lr(self, lr):
+        """Give every group this learning rate."""
+        _check_options({"lr": lr})
+        for group in self.groups:
+            group.options["lr"] = lr
+        self.lr_factor = 1.0
+
     def begin_step(self, left_out=()):
         """Count one update of every parameter but those in `left_out`."""
         self._left_out = frozenset(left_out)
         for name in self.steps.keys() - self._left_out:
             self.steps[name] += 1
 
-    def init(self, owned_RX, *, master):
-        """Return the optimizer state for the float32 elements each rank updates."""
-        # One group with momentum is enough to need its buffer; to the others it makes no
-        # difference.
+    def init(self, unit, owned_RX):
+        """Return the optimizer state for the float32 elements each rank updates.
+
+        A frozen unit has none; a master starts unrounded, unless `rounded_start` is set.
+        """
+        if not unit.trainable:
+            return OptimState(owned_RX.shape[1], None)
+        if self.rounded_start:
+            fmt = unit.recipe.param
+            owned_RX = fmt.widen(fmt.round(owned_RX.copy()))
+        return OptimState.like(owned_RX, self._moments, master=unit.recipe.master)
+
+    @property
+    def _moments(self):
+        """The moments to keep: one group with momentum is enough to need its buffer."""
         kept = [replace(self.rule, **group.options).moments for group in self.groups]
-        return OptimState.like(owned_RX, max(kept, key=len), master=master)
+        return max(kept, key=len, default=self.rule.moments)
 
     def update(self, unit, grad_scale):
         """Update what each hosted rank owns of `unit` (all of it at stage 0)."""

@@ -4,6 +4,8 @@ Shape suffixes: R ranks hosted here, F padded flat length of a unit, S = F // wo
 """
 
 import hashlib
+import logging
+import math
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,19 +14,29 @@ from typing import final
 import numpy as np
 
 from zero_nb.cluster.simulated import SimulatedWorld
-from zero_nb.config import UsageError, ZeROConfig, ZeROStage
+from zero_nb.config import UsageError, ZeROConfig, ZeROStage, check_at_least_one
 from zero_nb.core import flat
 from zero_nb.core.precision import FLOAT32
-from zero_nb.train.buckets import GradientBuffer
+from zero_nb.train import named
+from zero_nb.train.buckets import GradientBuckets, GradientBuffer
 from zero_nb.train.ledger import Ledger
 from zero_nb.train.optim import AdamW, GroupedRule
-from zero_nb.train.recipes import get_recipe
-from zero_nb.train.scaling import check_max_grad_norm, clip_factor, global_norm
+from zero_nb.train.recipes import RECIPES, get_recipe
+from zero_nb.train.scaling import (
+    DynamicLossScale,
+    check_max_grad_norm,
+    check_norm_type,
+    clip_factor,
+    global_norm,
+    largest_gradient,
+)
 from zero_nb.train.stages import STAGES
 from zero_nb.train.stats import ZeROMemoryStats
 from zero_nb.train.units import Unit, group_by_unit
 
 __all__ = ["StepResult", "ZeROOptimizer"]
+
+_log = logging.getLogger("zero_nb")
 
 
 @dataclass(frozen=True)
@@ -34,13 +46,16 @@ class StepResult:
     Attributes
     ----------
     applied : bool
-        Whether the parameters were updated.
+        Whether the parameters were updated; False if a gradient was not finite.
     grad_norm : float or None
-        Global 2-norm before clipping; None if no clipping was asked for.
+        Global norm before clipping, of the unscaled gradient; None if no clipping was asked for.
+        ``inf`` if the step was skipped.
     grad_scale : float
-        What the gradients were multiplied by.
+        What the gradients were multiplied by: clip factor / loss scale. 0 if skipped.
     lr : float
         Of the first group, the schedule's factor included.
+    loss_scale : float
+        Used in this step; 1 without loss scaling.
     held_bytes : dict
         Bytes of param, grad and optim on the fullest rank, when the gradients were complete.
     """
@@ -49,6 +64,7 @@ class StepResult:
     grad_norm: float | None
     grad_scale: float
     lr: float
+    loss_scale: float
     held_bytes: dict
 
 
@@ -59,9 +75,12 @@ class ZeROOptimizer:
     Parameters
     ----------
     params : mapping of str to ndarray
-        Initial parameters by name, float32, without a rank axis; copied, rank 0's count.
+        Initial parameters by name, float32, without a rank axis; copied, rank 0's count. Any
+        shapes: 0-d, empty, Fortran-ordered (read in C order). Two names for one array are tied:
+        one parameter, whose gradients are added.
     config : ZeROConfig, optional
-        Gives stage, world_size and precision; or give them by keyword.
+        Gives stage, world_size, precision, micro_batches, reduce_bucket_size and overlap_comm;
+        or give them by keyword.
     stage : int, str or ZeROStage, default 1
         0 is the unsharded baseline.
     world_size : int, default 1
@@ -71,14 +90,37 @@ class ZeROOptimizer:
     rule : Rule, default AdamW()
         Any element-wise rule.
     groups : sequence of ParameterGroup, optional
-        Parameters with their own hyper-parameters.
-    precision : {"fp32", "bf16"}
+        Parameters with their own hyper-parameters; each trainable one in exactly one group.
+    precision : str
+        One of `zero_nb.config.PRECISIONS`.
+    reduce_dtype : str, optional
+        Format gradients travel in, if not the recipe's own; sums are in float32 anyway.
+    micro_batches : int, default 1
+        Backward passes in one step. Above 1 gradients are held and added in float32.
+    reduce_every_micro_batch : bool, optional
+        Stage 0: True reduces after each micro-batch (ranks first) instead of once. Stage 3:
+        False holds whole gradients and reduces once (no_sync), at the price of their memory.
+    reduce_bucket_size : int, optional
+        Elements of gradients reduced together from stage 2 on; by default every unit's gradient
+        travels alone.
+    overlap_comm : bool, default False
+        Two buckets, one filled while the other is reduced.
     units : mapping of str to sequence of str, optional
         Which parameters are gathered together; all in one unit by default.
+    frozen : collection of str
+        Parameters that are not trained: no gradient, no optimizer state, no master.
+    keep_fp32 : collection of str
+        Parameters stored in float32 within a 16-bit recipe.
+    rounded_start : bool, default False
+        Start masters from the rounded parameters, as DeepSpeed does, not from the given ones.
     max_grad_norm : float, optional
-        Clip the gradient to this global 2-norm.
+        Clip the gradient to this global norm.
+    norm_type : float, default 2
+        Which norm; ``inf`` for the largest magnitude.
+    loss_scale : DynamicLossScale, optional
+        By default one in the fp16 recipe, none in others.
     schedule : callable, optional
-        From the number of steps done (0 at first) to a factor for every lr.
+        From the number of applied steps (0 at first) to a factor for every lr.
     ledger : Ledger, optional
 
     Attributes
@@ -87,7 +129,8 @@ class ZeROOptimizer:
     world : World
     ledger : Ledger
     stage : Stage
-    steps_done : int
+    steps_done, skipped_steps : int
+        Applied, and left out because a gradient was not finite.
 
     Examples
     --------
@@ -112,53 +155,161 @@ class ZeROOptimizer:
         rule=None,
         groups=None,
         precision=None,
+        reduce_dtype=None,
+        micro_batches=None,
+        reduce_every_micro_batch=None,
+        reduce_bucket_size=None,
+        overlap_comm=None,
         units=None,
+        frozen=(),
+        keep_fp32=(),
+        rounded_start=False,
         max_grad_norm=None,
+        norm_type=2.0,
+        loss_scale=None,
         schedule=None,
         ledger=None,
     ):
-        stage, world_size, precision = _settings(config, stage, world_size, precision)
-        params = _check_params(params)
-        self.recipe = get_recipe(precision)
-        self.world = _check_world(world, world_size)
+        settings = _settings(
+            config,
+            stage=stage,
+            world_size=world_size,
+            precision=precision,
+            micro_batches=micro_batches,
+            reduce_bucket_size=reduce_bucket_size,
+            overlap_comm=overlap_comm,
+        )
+        params, self.aliases = _check_params(params)
+        frozen, keep_fp32 = (
+            self._own_names(what, chosen, params)
+            for what, chosen in (("frozen", frozen), ("keep_fp32", keep_fp32))
+        )
+        self.recipe = get_recipe(settings["precision"], reduce_dtype)
+        self.world = _check_world(world, settings["world_size"])
+        self.micro_batches = check_at_least_one(
+            "micro_batches", settings["micro_batches"], "micro-batch"
+        )
         self.max_grad_norm = check_max_grad_norm(max_grad_norm)
+        self.norm_type = check_norm_type(norm_type)
+        if loss_scale is None and self.recipe.loss_scaling:
+            loss_scale = DynamicLossScale()
+        self.scaler = loss_scale
         self.schedule = schedule
-        self.rule = GroupedRule(AdamW() if rule is None else rule, params, groups)
-        grouped = group_by_unit(tuple(params), units or {"model": tuple(params)})
+        trainable = tuple(name for name in params if name not in frozen)
+        self.rule = GroupedRule(
+            AdamW() if rule is None else rule, trainable, groups, rounded_start=rounded_start
+        )
+        grouped = group_by_unit(tuple(params), self._canonical_units(units, params))
+        layouts = self._layouts(grouped, params, frozen, keep_fp32)
         self.ledger = Ledger(self.world.hosted) if ledger is None else ledger
-        self.stage = STAGES[stage](self.world, self.rule)
-        self.names = tuple(params)
-        self.steps_done = 0
+        self.buckets = self._make_buckets(settings, [layout for _, layout, *_ in layouts])
+        self.stage = STAGES[settings["stage"]](
+            self.world, self.rule, self.buckets, reduce_every_micro_batch
+        )
+        self.names = (*params, *self.aliases)
+        self.steps_done = self.skipped_steps = 0
         self.held_bytes = None
         self._gathered = {}
-        self.units = tuple(
-            self._make_unit(name, {member: params[member] for member in members})
-            for name, members in grouped.items()
-        )
+        self._used = set()
+        self._reduced = False
+        self.units = tuple(self._make_unit(*described, params) for described in layouts)
         self._unit_of = {name: unit for unit in self.units for name in unit.layout.names}
 
-    def _make_unit(self, name, arrays):
+    # --- making the units --------------------------------------------------------------------
+
+    def _own_names(self, what, chosen, params):
+        """Return a set of parameter names, aliases resolved, refusing unknown ones."""
+        names = {self.aliases.get(name, name) for name in chosen}
+        unknown = sorted(names - set(params))
+        if unknown:
+            raise UsageError(f"{what} names no parameter: {', '.join(unknown)}")
+        return names
+
+    def _canonical_units(self, units, params):
+        """Name each tied parameter once, in the first unit that has it."""
+        if units is None:
+            return {"model": tuple(params)}
+        return {
+            unit: tuple(name for name in members if name not in self.aliases)
+            for unit, members in units.items()
+        }
+
+    def _layouts(self, grouped, params, frozen, keep_fp32):
+        """Split each wished-for unit by format and trainability; one flat_param each."""
+        plain = RECIPES["fp32"]
+        described = []
+        for unit, members in grouped.items():
+            kinds = {}
+            for name in members:
+                recipe = plain if name in keep_fp32 else self.recipe
+                kinds.setdefault((recipe, name not in frozen), []).append(name)
+            for (recipe, trains), names in kinds.items():
+                suffix = "" if recipe is self.recipe else ".fp32"
+                suffix += "" if trains else ".frozen"
+                layout = flat.FlatLayout(
+                    tuple(names), tuple(params[name].shape for name in names), self.world.size
+                )
+                described.append((unit + suffix, layout, recipe, trains))
+        return described
+
+    def _make_buckets(self, settings, layouts):
+        """Return the buckets, never larger than the model."""
+        size = settings["reduce_bucket_size"]
+        if size is not None:
+            size = check_at_least_one("reduce_bucket_size", size, "element")
+            size = min(size, sum(layout.padded_numel for layout in layouts))
+        return GradientBuckets(self.world, self.ledger, size, double=settings["overlap_comm"])
+
+    def _make_unit(self, name, layout, recipe, trainable, params):
         """Lay parameters out in a flat buffer and let the stage place it."""
-        layout = flat.FlatLayout(
-            tuple(arrays), tuple(a.shape for a in arrays.values()), self.world.size
+        unit = Unit(
+            name,
+            layout,
+            recipe,
+            self.world,
+            self.ledger,
+            trainable=trainable,
+            micro_batches=self.micro_batches,
+            aliases={a: name for a, name in self.aliases.items() if name in layout.names},
         )
-        unit = Unit(name, layout, self.recipe, self.world, self.ledger)
         full_RF = np.zeros((self.world.hosted, layout.padded_numel), np.float32)
-        for parameter, view in unit.views(full_RF).items():
-            view[...] = arrays[parameter]
+        for parameter in layout.names:
+            layout.view(full_RF, parameter)[...] = params[parameter]
         self.world.broadcast(full_RF, purpose="other", label=name)
         self.stage.init_unit(unit, full_RF)
         return unit
 
     @property
+    def trainable_units(self):
+        """The units that are trained."""
+        return tuple(unit for unit in self.units if unit.trainable)
+
+    @property
     def numel(self):
-        """Number of parameters, without padding."""
+        """Number of parameters, without padding, frozen ones included; tied ones once."""
         return sum(unit.layout.numel for unit in self.units)
 
     @property
     def lr(self):
-        """Learning rate of the first group, the schedule's factor included."""
+        """Learning rate of the first group, the schedule's factor included; settable.
+
+        Setting it gives every group this learning rate.
+        """
         return self.rule.options(self.rule.groups[0])["lr"]
+
+    @lr.setter
+    def lr(self, value):
+        self.rule.set_lr(value)
+
+    @property
+    def groups(self):
+        """The parameter groups; their options may be changed between steps."""
+        return self.rule.groups
+
+    @property
+    def loss_scale(self):
+        """What the loss, or its gradient, is to be multiplied by: 1 without loss scaling."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     # --- parameters to compute with ----------------------------------------------------------
 
@@ -182,38 +333,94 @@ class ZeROOptimizer:
         self.stage.reshard(unit)
 
     @contextmanager
-    def gathered_parameters(self):
+    def gathered_parameters(self, modify_rank=None):
         """Hold all parameters gathered within the block, outside training.
+
+        Parameters
+        ----------
+        modify_rank : int, optional
+            Whose edits count. When the block ends, the elements this rank changed are sent to
+            all and written back, masters included. Without it the arrays are read-only: an edit
+            that would be lost is an error at once.
 
         Yields
         ------
         dict of str to ndarray, (R, *shape) float32
-            Read-only.
-        """
-        with self.world.purpose("other"):
-            gathered = {}
-            for unit in self.units:
-                for name, view in self.unshard(unit).items():
-                    gathered[name] = view.view()
-                    gathered[name].flags.writeable = False
-        try:
-            yield {name: gathered[name] for name in self.names}
-        finally:
-            gathered.clear()
-            for unit in self.units:
-                self.reshard(unit)
+            Copies of what the ranks compute with.
 
-    # --- gradients in, parameters out ----------------------------------------------------------
+        Raises
+        ------
+        UsageError
+            If another rank's copy was changed; nothing is written then.
+        """
+        if modify_rank is not None and not 0 <= modify_rank < self.world.size:
+            raise UsageError(
+                f"modify_rank must be within 0..{self.world.size - 1}, got {modify_rank}"
+            )
+        copies_RF = {}
+        with self.world.purpose("other"):
+            for unit in self.units:
+                full_RF = np.empty((self.world.hosted, unit.layout.padded_numel), np.float32)
+                self.ledger.register(full_RF, "unsharded", unit.name)
+                for name, view in self.unshard(unit).items():
+                    unit.views(full_RF)[name][...] = view
+                full_RF[:, unit.layout.numel :] = 0.0
+                self.reshard(unit)
+                copies_RF[unit] = full_RF
+            views = {}
+            for unit, full_RF in copies_RF.items():
+                for name, view in unit.views(full_RF).items():
+                    view.flags.writeable = modify_rank is not None
+                    views[name] = view
+            before = None
+            if modify_rank is not None:
+                before = {unit: full_RF.copy() for unit, full_RF in copies_RF.items()}
+            yield {name: views[name] for name in self.names}
+            if modify_rank is not None:
+                self._check_edits(before, copies_RF, modify_rank)
+                for unit, full_RF in copies_RF.items():
+                    self._write_back(unit, before[unit], full_RF, modify_rank)
+
+    def _check_edits(self, before, after, modify_rank):
+        """Refuse edits by a rank whose edits do not count."""
+        for unit in before:
+            for row, rank in enumerate(self.world.ranks):
+                if rank != modify_rank and _differ(before[unit][row], after[unit][row]).any():
+                    raise UsageError(
+                        f"rank {rank} changed unit {unit.name!r}, but modify_rank is "
+                        f"{modify_rank}; nothing was written back"
+                    )
+
+    def _write_back(self, unit, before_RF, after_RF, modify_rank):
+        """Give every rank the elements that one rank changed, and keep all others as they are."""
+        changed_RF = _differ(before_RF, after_RF).astype(np.float32)
+        self.world.broadcast(changed_RF, root=modify_rank, label=unit.name)
+        self.world.broadcast(after_RF, root=modify_rank, label=unit.name)
+        self._write(unit, after_RF, changed_RF != 0)
+
+    def _write(self, unit, values_RF, where_RF):
+        """Set elements of the stored parameters, and of masters, from full float32 rows."""
+        if unit.optim.master is not None:
+            master = unit.optim.master
+            np.copyto(master, unit.fit(values_RF, master), where=unit.fit(where_RF, master))
+        rounded_RF = unit.recipe.param.round(values_RF)
+        param = unit.param
+        np.copyto(param, unit.fit(rounded_RF, param), where=unit.fit(where_RF, param))
+
+    # --- gradients in ----------------------------------------------------------------------------
 
     def backward(self, grads):
-        """Take each rank's gradients of a model of your own.
+        """Take each rank's gradients of a model of your own, for one micro-batch.
 
         Parameters
         ----------
-        grads : mapping of str to ndarray
-            Every parameter's gradient with the rank axis first, (R, *shape), float32: row i is
-            what rank ``world.ranks[i]``'s own samples contribute. They are summed over ranks,
-            so the mean belongs into the loss.
+        grads : mapping of str to array
+            Every trainable parameter's gradient with the rank axis first, (R, *shape), float32:
+            row i is what rank ``world.ranks[i]``'s own samples contribute. They are summed over
+            ranks and micro-batches, so the mean belongs into the loss (and `loss_scale`).
+            A parameter that was not used has None; one that only some ranks used a list with
+            None for the others. What some rank used counts with zeros for the others; what no
+            rank used in any micro-batch is left out of the step.
 
         Raises
         ------
@@ -221,15 +428,94 @@ class ZeROOptimizer:
             If a gradient is missing, unknown, or of another shape or dtype; nothing is taken then.
         """
         self._check_grads(grads)
-        for unit in reversed(self.units):
+        for unit in reversed(self.trainable_units):
             buffer = GradientBuffer(unit)
-            for name, view in buffer.views.items():
-                view[...] = grads[name]
-            self.post_backward(unit, buffer.grad_RF)
+            for name in (*unit.layout.names, *unit.aliases):
+                if not _is_unused(grads[name]):
+                    self._used.add(unit.aliases.get(name, name))
+                    for target in buffer.targets([name]).values():
+                        _fill_rows(target, grads[name])
+                    buffer.add_up()
+            self.post_backward(unit, buffer)
+            del buffer
+        self.finish_backward()
 
-    def post_backward(self, unit, grad_RF):
-        """Hand the stage a unit's float32 gradient (R, F), one row a rank."""
-        self.stage.post_backward(unit, grad_RF)
+    def post_backward(self, unit, buffer):
+        """Hand the stage a unit's gradient, right after the unit's backward pass.
+
+        Parameters
+        ----------
+        unit : Unit
+        buffer : GradientBuffer
+            Written by the layers, one row a rank.
+        """
+        self.stage.post_backward(unit, buffer.finish())
+
+    def mark_used(self, names):
+        """Take note that this micro-batch used some parameters; `backward` does it by itself."""
+        self._used.update(self.aliases.get(name, name) for name in names)
+
+    def finish_backward(self):
+        """Reduce what is left in the buckets; every backward pass ends with it."""
+        self.buckets.flush()
+
+    def set_gradients(self, grads):
+        """Take gradients that are reduced already: the same on every rank, nothing is sent.
+
+        Parameters
+        ----------
+        grads : mapping of str to ndarray
+            Every trainable parameter's full gradient, float32, without a rank axis.
+        """
+        self._check_grads(grads, lead=())
+        for unit in self.trainable_units:
+            shards = named.partition_gradients(
+                {name: grads[name] for name in unit.layout.names}, self.world
+            )
+            if unit.optim.width == unit.layout.padded_numel:
+                full = named.all_gather_gradients(shards, self.world)
+                buffer = GradientBuffer(unit)
+                for name, target in buffer.targets(unit.layout.names).items():
+                    target[...] = full[name]
+                grad_RX = buffer.finish()
+            else:
+                grad_RX = shards.shard_RS
+            unit.accumulate(grad_RX)
+            unit.batches_held = unit.micro_batches
+        self._used.update(name for name in grads if name not in self.aliases)
+        self._reduced = True
+
+    def gradients(self):
+        """Return the reduced gradient held, in full, by name: (*shape) float32.
+
+        For looking at; booked as purpose ``"other"``, and nothing held is changed.
+        """
+        full = {}
+        for unit in self.trainable_units:
+            if unit.grad is None:
+                raise UsageError(f"unit {unit.name!r} holds no gradient; run a backward pass first")
+            grad_RX = unit.grad
+            if unit.grad_format is not FLOAT32:
+                grad_RX = unit.grad_format.widen(grad_RX)
+            partial = grad_RX.shape[1] == unit.layout.padded_numel and not self._reduced
+            if partial and self.world.size > 1 and not self.stage.reduces_each:
+                views = {name: unit.layout.view(grad_RX, name) for name in unit.layout.names}
+                shards = named.reduce_scatter_gradients(views, self.world, purpose="other")
+            else:
+                shards = named.NamedShards(unit.layout, unit.own(grad_RX))
+            gathered = named.all_gather_gradients(shards, self.world)
+            full |= {name: array[0].copy() for name, array in gathered.items()}
+        return full
+
+    def zero_grad(self):
+        """Drop all gradients; their memory is free from now on."""
+        self.buckets.discard()
+        for unit in self.units:
+            unit.drop_gradient()
+        self._used.clear()
+        self._reduced = False
+
+    # --- the step ------------------------------------------------------------------------------
 
     def step(self):
         """Finish the gradients, agree on one scale, and update what each rank owns.
@@ -237,80 +523,124 @@ class ZeROOptimizer:
         Returns
         -------
         StepResult
+            ``applied`` is False if a gradient on any rank was not finite: then no rank changed
+            anything, `skipped_steps` rose, and the schedule did not move.
 
         Raises
         ------
         UsageError
-            If a unit has no gradient, or a gradient is not finite; nothing is changed then.
+            If a micro-batch's gradient is missing; nothing is changed then.
+        LossScaleError
+            If gradients overflow at the smallest loss scale.
         """
-        missing = [unit.name for unit in self.units if unit.grad is None]
-        if missing:
-            raise UsageError(
-                f"no gradient for unit {', '.join(missing)}; run a backward pass before step()"
-            )
+        units = self.trainable_units
+        self._check_complete(units)
         self.held_bytes = self.ledger.held_bytes()
+        left_out = self._agree_left_out()
         self.ledger.phase = "reduce"
-        for unit in reversed(self.units):
-            self.stage.reduce(unit)
-        grad_norm = self._grad_norm()
-        grad_scale = clip_factor(grad_norm, self.max_grad_norm)
+        if not self._reduced:
+            for unit in reversed(units):
+                self.stage.reduce(unit)
+        loss_scale = self.loss_scale
+        largest = largest_gradient(self.world, units, left_out)
+        finite = math.isfinite(largest)
+        grad_norm = self._grad_norm(units, left_out, largest) / loss_scale
+        self.ledger.phase = "step"
+        if finite:
+            grad_scale = clip_factor(grad_norm, self.max_grad_norm) / loss_scale
+            self._apply(units, grad_scale, left_out)
+        else:
+            grad_scale = 0.0
+        self.zero_grad()
+        self.ledger.phase = "outside"
+        self._count(finite, loss_scale)
+        return StepResult(
+            applied=finite,
+            grad_norm=grad_norm if self.max_grad_norm is not None else None,
+            grad_scale=grad_scale,
+            lr=self.lr,
+            loss_scale=loss_scale,
+            held_bytes=self.held_bytes,
+        )
+
+    def _check_complete(self, units):
+        """Refuse a step before every micro-batch has come."""
+        for unit in units:
+            if unit.batches_held < self.micro_batches:
+                raise UsageError(
+                    f"unit {unit.name!r} has the gradient of {unit.batches_held} of "
+                    f"{self.micro_batches} micro-batches; run the backward passes before step()"
+                )
+
+    def _agree_left_out(self):
+        """Return the parameters that no rank used in any micro-batch of this step."""
+        names = [name for unit in self.trainable_units for name in unit.layout.names]
+        used_N = np.array([name in self._used for name in names], np.int64)
+        used_RN = np.tile(used_N, (self.world.hosted, 1))
+        anywhere_N = self.world.all_gather_scalars(used_RN, label="used").any(axis=0)
+        return frozenset(name for name, used in zip(names, anywhere_N, strict=True) if not used)
+
+    def _grad_norm(self, units, left_out, largest):
+        """Return the norm clipping needs; without clipping the largest magnitude will do."""
+        if self.max_grad_norm is None:
+            return largest
+        return global_norm(self.world, units, left_out, p=self.norm_type, largest=largest)
+
+    def _apply(self, units, grad_scale, left_out):
+        """Update every trainable unit."""
         if self.schedule is not None:
             self.rule.lr_factor = float(self.schedule(self.steps_done))
-        self.ledger.phase = "step"
-        self.rule.begin_step()
-        for unit in self.units:
+        self.rule.begin_step(left_out)
+        for unit in units:
             self.stage.step(unit, grad_scale)
-        self.zero_grad()
-        self.steps_done += 1
-        self.ledger.phase = "outside"
-        return StepResult(True, grad_norm, grad_scale, self.lr, self.held_bytes)
 
-    def _grad_norm(self):
-        """Return the global norm if it is needed, refusing one that is not finite."""
-        if self.max_grad_norm is None:
-            return None
-        grad_norm = global_norm(self.world, self.units)
-        if not np.isfinite(grad_norm):
-            self.ledger.phase = "outside"
-            raise UsageError(
-                f"the gradient of step {self.steps_done + 1} is not finite; lower the learning "
-                "rate or look at the data. Parameters are unchanged; zero_grad() goes on"
-            )
-        return grad_norm
-
-    def zero_grad(self):
-        """Drop all gradients; their memory is free from now on."""
-        for unit in self.units:
-            unit.grad = None
+    def _count(self, applied, loss_scale):
+        """Count the step, and let the loss scale learn from it."""
+        if applied:
+            self.steps_done += 1
+            if self.scaler is not None:
+                self.scaler.success()
+            return
+        self.skipped_steps += 1
+        _log.warning(
+            "step skipped on all ranks: a gradient is not finite (loss scale %g, skipped so far %d)",
+            loss_scale,
+            self.skipped_steps,
+        )
+        if self.scaler is not None:
+            self.scaler.overflow()
 
     # --- reading it ------------------------------------------------------------------------
 
     def weights(self):
         """Return the full float32 weights by name, the masters where there are some.
 
-        Gathered from the ranks that own them, booked as purpose ``"other"``.
+        Gathered from the ranks that own them, booked as purpose ``"other"``. Tied names share
+        one array.
         """
         weights = {}
         for unit in self.units:
-            own_RS = np.ascontiguousarray(unit.owned_values())
-            full_RF = self.world.all_gather(own_RS, purpose="other", label=unit.name)
-            for name, view in unit.views(full_RF).items():
+            shards = named.NamedShards(unit.layout, unit.owned_values())
+            for name, view in named.gather_parameters(shards, self.world).items():
                 weights[name] = view[0].copy()
+        weights |= {alias: weights[name] for alias, name in self.aliases.items()}
         return {name: weights[name] for name in self.names}
 
     def weights_sha256(self):
         """Return the SHA-256 of the float32 weights, unpadded, in parameter order (hex)."""
         digest = hashlib.sha256()
-        for array in self.weights().values():
-            digest.update(array.astype("<f4", copy=False).tobytes())
+        for name, array in self.weights().items():
+            if name not in self.aliases:
+                digest.update(array.astype("<f4", copy=False).tobytes())
         return digest.hexdigest()
 
     def partition_of(self, name, rank):
         """Return where parameter `name` lies on `rank`, a `ParameterPartition`."""
-        unit = self._unit_of.get(name)
+        unit = self._unit_of.get(self.aliases.get(name, name))
         if unit is None:
             raise UsageError(f"no parameter {name!r}; there are {', '.join(self.names)}")
-        return next(part for part in unit.partitions(rank) if part.name == name)
+        wanted = self.aliases.get(name, name)
+        return next(part for part in unit.partitions(rank) if part.name == wanted)
 
     def memory_stats(self):
         """Return what this stage saves against the same flat_params replicated.
@@ -323,41 +653,87 @@ class ZeROOptimizer:
         held = self.held_bytes or self.ledger.held_bytes()
         return ZeROMemoryStats.from_held(held, self.units, self.world)
 
-    def _check_grads(self, grads):
+    def _check_grads(self, grads, *, lead=None):
         """Refuse gradients that do not fit the parameters, before anything is taken."""
-        unknown = sorted(grads.keys() - set(self.names))
-        missing = [name for name in self.names if name not in grads]
+        lead = (self.world.hosted,) if lead is None else lead
+        names = [n for unit in self.trainable_units for n in (*unit.layout.names, *unit.aliases)]
+        if not lead:
+            names = [name for name in names if name not in self.aliases]
+        unknown = sorted(grads.keys() - set(names))
+        missing = [name for name in names if name not in grads]
         if unknown or missing:
-            what = "unknown" if unknown else "missing"
+            what = "unknown or frozen" if unknown else "missing"
             raise UsageError(f"{what} gradients: {', '.join(unknown or missing)}")
-        for unit in self.units:
-            if unit.grad is not None:
-                raise UsageError(
-                    f"unit {unit.name!r} already holds a gradient; call step() or zero_grad() first"
-                )
-            for name, shape in zip(unit.layout.names, unit.layout.shapes, strict=True):
-                got, want = np.shape(grads[name]), (self.world.hosted, *shape)
-                dtype = getattr(grads[name], "dtype", None)
-                if got != want or dtype != np.float32:
-                    raise UsageError(
-                        f"the gradient of {name!r} must be float32 {want}, one row a rank; "
-                        f"got {dtype} {got}"
-                    )
+        for unit in self.trainable_units:
+            unit.check_room()
+            for name in (*unit.layout.names, *unit.aliases):
+                if name in grads:
+                    shape = unit.layout.shapes[
+                        unit.layout.names.index(unit.aliases.get(name, name))
+                    ]
+                    _check_grad(name, grads[name], (*lead, *shape))
 
 
-def _settings(config, stage, world_size, precision):
+def _check_grad(name, grad, want):
+    """Refuse one gradient that does not fit, or one row of a list."""
+    if grad is None:
+        return
+    if isinstance(grad, list):
+        if len(grad) != want[0]:
+            raise UsageError(
+                f"the gradient of {name!r} is a list of {len(grad)}; one entry a hosted rank is "
+                f"{want[0]}"
+            )
+        for row in grad:
+            _check_grad(name, row, want[1:])
+        return
+    dtype = getattr(grad, "dtype", None)
+    if np.shape(grad) != want or dtype != np.float32:
+        raise UsageError(
+            f"the gradient of {name!r} must be float32 {want}, one row a rank; "
+            f"got {dtype} {np.shape(grad)}"
+        )
+
+
+def _is_unused(grad):
+    """Whether none of the hosted ranks used a parameter."""
+    return grad is None or (isinstance(grad, list) and all(row is None for row in grad))
+
+
+def _fill_rows(target, grad):
+    """Copy a gradient, (R, *shape) or a list of rows with None for zeros."""
+    if not isinstance(grad, list):
+        target[...] = grad
+        return
+    for row, values in zip(target, grad, strict=True):
+        row[...] = 0.0 if values is None else values
+
+
+def _differ(a, b):
+    """Return where two float32 arrays differ in their bits (NaN equals itself, -0 is not 0)."""
+    return a.view(np.uint32) != b.view(np.uint32)
+
+
+def _settings(config, **given):
     """Merge a config with keywords, refusing both for the same thing."""
     if config is None:
-        return (
-            ZeROStage.parse(1 if stage is None else stage),
-            1 if world_size is None else world_size,
-            precision or "fp32",
-        )
+        defaults = {
+            "stage": 1,
+            "world_size": 1,
+            "precision": "fp32",
+            "micro_batches": 1,
+            "reduce_bucket_size": None,
+            "overlap_comm": False,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        settings = defaults | chosen
+        return settings | {"stage": ZeROStage.parse(settings["stage"])}
     if not isinstance(config, ZeROConfig):
         raise UsageError(f"config must be a ZeROConfig, got {type(config).__name__}")
-    if not (stage is None and world_size is None and precision is None):
-        raise UsageError("give stage, world_size and precision by config or by keyword, not both")
-    return config.stage, config.world_size, config.precision
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise UsageError(f"{', '.join(twice)} given by config and by keyword; give one of the two")
+    return {name: getattr(config, name) for name in given}
 
 
 def _check_world(world, world_size):
@@ -370,11 +746,21 @@ def _check_world(world, world_size):
 
 
 def _check_params(params):
-    """Return the parameters as a dict of float32 arrays, or say which one does not fit."""
+    """Return parameters by name, and other names of tied ones; or say which does not fit."""
     if not isinstance(params, Mapping) or not params:
         raise UsageError("params must be a non-empty mapping of name to float32 array")
+    own, aliases, name_of = {}, {}, {}
     for name, array in params.items():
         if not isinstance(array, np.ndarray) or array.dtype != np.float32:
             got = getattr(array, "dtype", type(array).__name__)
-            raise UsageError(f"parameter {name!r} must be a float32 array, got {got}")
-    return dict(params)
+            raise UsageError(
+                f"parameter {name!r} must be a float32 array, got {got}; convert it with "
+                "astype(np.float32), and choose the stored format by precision or keep_fp32"
+            )
+        # Identity, taken before anything is copied: two names for one array are tied.
+        first = name_of.setdefault(id(array), name)
+        if first == name:
+            own[name] = array
+        else:
+            aliases[name] = first
+    return own, aliases

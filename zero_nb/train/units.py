@@ -78,15 +78,17 @@ class ZeROState:
         The gradient held between backward and step; sharded from stage 2 on.
     optim : OptimState
         Sharded from stage 1 on.
+    low_grad : ndarray, or None
+        The 16-bit gradient of the last micro-batch, in recipes that keep both.
     unsharded : ndarray (R, F), or None
         Stage 3: the gathered parameters while the unit computes.
     """
 
-    __slots__ = ("_grad", "_label", "_ledger", "_optim", "_param", "_unsharded")
+    __slots__ = ("_grad", "_label", "_ledger", "_low_grad", "_optim", "_param", "_unsharded")
 
     def __init__(self, ledger, label):
         self._ledger, self._label = ledger, label
-        self._param = self._grad = self._optim = self._unsharded = None
+        self._param = self._grad = self._low_grad = self._optim = self._unsharded = None
 
     def _booked(self, array, kind):
         """Register `array` unless there is none."""
@@ -111,6 +113,15 @@ class ZeROState:
     @grad.setter
     def grad(self, array):
         self._grad = self._booked(array, "grad")
+
+    @property
+    def low_grad(self):
+        """The 16-bit gradient kept beside the float32 one, or None."""
+        return self._low_grad
+
+    @low_grad.setter
+    def low_grad(self, array):
+        self._low_grad = self._booked(array, "grad")
 
     @property
     def unsharded(self):
@@ -178,15 +189,28 @@ class Unit:
     recipe : Recipe
     world : World
     ledger : Ledger
+    trainable : bool, default True
+        A frozen unit has parameters only: it is gathered, never reduced or updated.
+    micro_batches : int, default 1
+        Gradients that make up one step.
+    aliases : mapping of str to str, optional
+        Other names of tied parameters: alias to the name in `layout`.
 
     Attributes
     ----------
     state : ZeROState
+    batches_held : int
+        Micro-batches whose gradient is held.
     """
 
-    def __init__(self, name, layout, recipe, world, ledger):
+    def __init__(
+        self, name, layout, recipe, world, ledger, *, trainable=True, micro_batches=1, aliases=None
+    ):
         self.name, self.layout, self.recipe = name, layout, recipe
         self.world, self.ledger = world, ledger
+        self.trainable, self.micro_batches = trainable, micro_batches
+        self.aliases = dict(aliases or {})
+        self.batches_held = 0
         self.state = ZeROState(ledger, name)
         self._tables = {}  # every_replica -> (what it depends on, the table last built)
 
@@ -248,10 +272,31 @@ class Unit:
         return self.own(self.param)
 
     def owned_values(self):
-        """Each rank's own slice of the float32 values the optimizer updates, (R, S)."""
-        return self.own(self.param if self.optim.master is None else self.optim.master)
+        """Each rank's own slice of the float32 parameters, (R, S): the master if there is one.
+
+        A view of what the optimizer updates; a widened copy for a frozen 16-bit unit.
+        """
+        if self.optim.master is not None:
+            return self.own(self.optim.master)
+        if self.recipe.param is FLOAT32:
+            return self.own_param
+        return self.recipe.param.widen(self.own_param.copy())
+
+    def fit(self, full_RF, array_RX):
+        """Return the part of `full_RF` that `array_RX` holds: all of it, or own slices."""
+        return full_RF if array_RX.shape[1] == full_RF.shape[1] else self.own(full_RF)
 
     # --- gradients -----------------------------------------------------------------------
+
+    @property
+    def held_format(self):
+        """The format gradients are held in: float32 as soon as several are added."""
+        return FLOAT32 if self.micro_batches > 1 else self.recipe.grad
+
+    @property
+    def grad_format(self):
+        """The format of `grad` as it stands."""
+        return FLOAT32 if self.grad.dtype == np.float32 else self.recipe.wire
 
     def to_wire(self, grad_RF):
         """Round a float32 gradient to the format it travels in; as it is if it has that."""
@@ -259,20 +304,77 @@ class Unit:
             return grad_RF
         return self.ledger.register(self.recipe.wire.round(grad_RF), "bucket", self.name)
 
-    def hold(self, grad_RX):
-        """Keep a gradient, (R, F) or (R, S), until the step, in the recipe's format."""
-        if self.grad is not None:
-            raise UsageError(
-                f"unit {self.name!r} already holds a gradient; call step() or zero_grad() first"
-            )
-        if grad_RX.dtype != self.recipe.grad.dtype:
-            grad_RX = self.recipe.grad.round(grad_RX)
-        self.grad = grad_RX
+    def accumulate(self, grad_RX):
+        """Add the gradient of one micro-batch, (R, F) or (R, S), to what is held.
 
-    @property
-    def grad_format(self):
-        """The format of `grad` as it stands."""
-        return FLOAT32 if self.grad.dtype == np.float32 else self.recipe.wire
+        Parameters
+        ----------
+        grad_RX : ndarray
+            float32, or in the format of the wire. The first one is kept as it is where its
+            format allows; no copy is made.
+
+        Raises
+        ------
+        UsageError
+            If the gradients of all micro-batches are held already.
+        """
+        self.check_room()
+        first = self.batches_held == 0
+        if first and not self.recipe.both_grads and grad_RX.dtype == self.held_format.dtype:
+            self.grad = grad_RX
+        else:
+            self._add(grad_RX, slice(None), first=first)
+        self.batches_held += 1
+
+    def accumulate_columns(self, grad_Rn, start):
+        """Add reduced columns start, start + 1, ... of the own shard; a bucket's part of it.
+
+        The micro-batch counts as held once the shard's last column has come.
+        """
+        self.check_room()
+        columns = slice(start, start + grad_Rn.shape[1])
+        self._add(grad_Rn, columns, first=self.batches_held == 0)
+        if columns.stop == self.layout.shard_numel:
+            self.batches_held += 1
+
+    def check_room(self):
+        """Refuse a gradient more than the step is made of."""
+        if self.batches_held >= self.micro_batches:
+            raise UsageError(
+                f"unit {self.name!r} already holds the gradients of all {self.micro_batches} "
+                "micro-batches; call step() or zero_grad() first"
+            )
+
+    def _add(self, grad_Rn, columns, *, first):
+        """Store (first micro-batch) or add some columns; allocate what is missing."""
+        width = grad_Rn.shape[1] if columns == slice(None) else self.layout.shard_numel
+        shape = (self.world.hosted, width)
+        if self.recipe.both_grads:
+            low = self.state.low_grad
+            if low is None or low.shape != shape:
+                self.state.low_grad = np.empty(shape, self.recipe.wire.dtype)
+            grad_Rn = self._as(grad_Rn, self.recipe.wire)
+            self.state.low_grad[:, columns] = grad_Rn
+        if self.grad is None:
+            self.grad = np.empty(shape, self.held_format.dtype)
+        held = self._as(grad_Rn, self.held_format)
+        if first:
+            self.grad[:, columns] = held
+        else:
+            self.grad[:, columns] += held
+
+    def _as(self, grad_Rn, fmt):
+        """Return a gradient, float32 or on the wire, in a format."""
+        if grad_Rn.dtype == fmt.dtype:
+            return grad_Rn
+        if fmt is FLOAT32:
+            return self.recipe.wire.widen(grad_Rn)
+        return fmt.round(grad_Rn)
+
+    def drop_gradient(self):
+        """Free the gradient."""
+        self.grad = self.state.low_grad = None
+        self.batches_held = 0
 
     # --- tables of runs --------------------------------------------------------------------
 
@@ -320,8 +422,12 @@ class Unit:
     # --- parameters by name ----------------------------------------------------------------
 
     def views(self, flat_RF):
-        """Return the parameters as views of a full (R, F) buffer: name -> (R, *shape)."""
-        return {name: self.layout.view(flat_RF, name) for name in self.layout.names}
+        """Return the parameters as views of a full (R, F) buffer: name -> (R, *shape).
+
+        A tied parameter appears under each of its names.
+        """
+        views = {name: self.layout.view(flat_RF, name) for name in self.layout.names}
+        return views | {alias: views[name] for alias, name in self.aliases.items()}
 
     def partitions(self, rank):
         """Return where each parameter's part on `rank` lies: a list of `ParameterPartition`."""

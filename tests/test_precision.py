@@ -1,6 +1,5 @@
 """Storage formats: bfloat16 and float16 bits against NumPy and against exact fractions."""
 
-import naive
 import numba
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+import naive
 from zero_nb.core import kernels
 from zero_nb.core.precision import (
     BFLOAT16,

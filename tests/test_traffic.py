@@ -1,8 +1,23 @@
 """Traffic: exact element counts against a walk over the collectives of a step."""
 
+import csv
+from pathlib import Path
+
 import pytest
 
-from zero_nb.theory.traffic import bytes_per_step, elements_per_step, step_traffic
+from zero_nb.config import UsageError
+from zero_nb.theory.network import Network, flops_per_token, ring_seconds, step_time
+from zero_nb.theory.presets import get_model
+from zero_nb.theory.traffic import (
+    bytes_per_step,
+    deepspeed_elements_per_step,
+    elements_per_step,
+    mics_traffic,
+    offload_bytes_per_step,
+    step_traffic,
+    tensor_parallel_elements,
+    zeropp_volume,
+)
 
 STAGES = (0, 1, 2, 3)
 NUMELS = [1296, 28272, 1, 0, 1403]
@@ -90,3 +105,145 @@ def test_bytes_by_format():
 def test_bad_input_says_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- variants --------------------------------------------------------------------------------
+
+REFERENCE = Path(__file__).parent / "data" / "reference"
+
+
+def volumes():
+    """Rows of the reference file on communication volume."""
+    with open(REFERENCE / "communication_volume.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def test_totals_as_printed_in_the_papers():
+    """Every total of the reference file, from the function that counts it."""
+    big = 2**40  # so large a W that (W - 1)/W rounds to 1
+    unit = big
+    got = {
+        "baseline DP": elements_per_step(0, big, unit) / unit,
+        "Pos (ZeRO-1)": elements_per_step(1, big, unit) / unit,
+        "early ZeRO-1 implementation (before Mar 2020)": deepspeed_elements_per_step(1, big, unit)
+        / unit,
+        "Pos+g (ZeRO-2)": elements_per_step(2, big, unit) / unit,
+        "Pos+g+p (ZeRO-3)": elements_per_step(3, big, unit) / unit,
+        "ZeRO-1": elements_per_step(1, big, unit) / unit,
+        "ZeRO (stage 3) cross-node": zeropp_volume(qwz=False, hpz=False, qgz=False).total,
+        "ZeRO++ cross-node": zeropp_volume().total,
+        "ZeRO-Offload": offload_bytes_per_step(1000) / 1000,
+        "tensor parallel": tensor_parallel_elements(1, big, 1, 1, big) / big,
+        "tensor + sequence parallel": tensor_parallel_elements(1, big, 1, 1, big) / big,
+        "Megatron MP + activation checkpointing": tensor_parallel_elements(
+            1, big, 1, 1, big, recompute=True
+        )
+        / big,
+    }
+    seen = set()
+    for row in volumes():
+        printed = row["total"].rstrip("M")
+        if printed and row["scheme"] in got:
+            assert got[row["scheme"]] == pytest.approx(float(printed), abs=1e-6), row
+            seen.add(row["scheme"])
+    assert seen == set(got)
+
+
+@pytest.mark.parametrize("column", ["forward_gather", "backward_gather", "grad_reduce"])
+def test_zeropp_collective_by_collective(column):
+    phase, collective = {
+        "forward_gather": ("forward", "all-gather weights"),
+        "backward_gather": ("backward", "all-gather weights"),
+        "grad_reduce": ("backward", "reduce-scatter gradients"),
+    }[column]
+    row = next(
+        r
+        for r in volumes()
+        if (r["scheme"], r["phase"], r["collective"]) == ("ZeRO++ cross-node", phase, collective)
+    )
+    assert getattr(zeropp_volume(), column) == float(row["asymptotic"])
+
+
+def test_zeropp_parts_and_their_price():
+    assert zeropp_volume(hpz=False).total == 0.5 + 0.5 + 0.25
+    assert zeropp_volume(qgz=False, qwz=False).total == 1 + 0 + 1
+    assert zeropp_volume(per_node=8).extra_bytes_per_param == 0.25
+    assert zeropp_volume(hpz=False).extra_bytes_per_param == 0
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_hybrid_shard_lies_between_stage_0_and_stage_3(k):
+    numel = 16 * 999
+    whole = mics_traffic(16, 16, numel, micro_batches=k)
+    assert whole.replica_elements == 0
+    assert whole.elements == elements_per_step(3, 16, numel, micro_batches=k)
+    alone = mics_traffic(16, 1, numel, micro_batches=k)
+    assert alone.group_elements == 0
+    assert alone.elements == elements_per_step(0, 16, numel)
+    four = mics_traffic(16, 4, numel, micro_batches=k)
+    assert four.group_elements == 3 * k * numel * 3 // 4
+    assert four.replica_elements == 2 * (numel // 4) * 3 // 4
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_deepspeed_sends_half_as_much_again(k):
+    n = 8 * 1000
+    one = n * 7 // 8
+    assert deepspeed_elements_per_step(1, 8, n, micro_batches=k) == 3 * one
+    assert deepspeed_elements_per_step(2, 8, n, micro_batches=k) == (2 * k + 1) * one
+    assert deepspeed_elements_per_step(3, 8, n, micro_batches=k) == 3 * k * one
+    assert deepspeed_elements_per_step(0, 8, n, micro_batches=k) == 2 * one
+
+
+def test_a_group_must_divide_the_world():
+    with pytest.raises(UsageError, match="group_size 3 does not divide world_size 16"):
+        mics_traffic(16, 3, 10)
+
+
+# --- time ------------------------------------------------------------------------------------
+
+NET = Network(per_node=8, link_bytes_per_s=300e9, network_bytes_per_s=25e9)
+
+
+def test_inside_a_node_the_link_decides():
+    data = 16e9
+    wanted = data * 7 / 8 / 300e9 + NET.start_s + 7 * NET.link_hop_s
+    assert ring_seconds(data, 8, NET) == pytest.approx(wanted, rel=1e-12)
+    assert ring_seconds(data, 1, NET) == 0
+
+
+def test_between_nodes_the_network_decides():
+    data = 16e9
+    wanted = data * 7 / 8 / (8 * 25e9) + NET.start_s + 56 * NET.link_hop_s + 7 * NET.network_hop_s
+    assert ring_seconds(data, 64, NET) == pytest.approx(wanted, rel=1e-12)
+    # With tensor parallelism over the node one rank a node is left, and one port.
+    wanted = data * 7 / 8 / 25e9 + NET.start_s + 7 * NET.network_hop_s
+    assert ring_seconds(data, 8, NET, stride=8) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_many_messages_pay_many_starts():
+    few, many = ring_seconds(1e6, 64, NET), ring_seconds(1e6, 64, NET, messages=100)
+    assert many > 50 * few
+
+
+def test_flops_of_gpt_3_are_as_in_its_paper():
+    """Brown et al., Table D.1: 3.14e23 for 300 billion tokens, without attention scores."""
+    spec = get_model("gpt-3-175b")
+    assert flops_per_token(spec, 1) * 300e9 == pytest.approx(3.14e23, rel=0.01)
+    assert flops_per_token(spec, 2048, recompute_full=True) == pytest.approx(
+        flops_per_token(spec, 2048) * 4 / 3
+    )
+
+
+def test_step_time_takes_the_larger_of_two_lanes():
+    common = {
+        "flops_per_s": 1e12, "data_parallel_ranks": 8, "data_parallel_messages": 1,
+        "tensor_parallel_bytes": 0.0, "tp": 1, "bubble": 0.0, "network": NET,
+    }  # fmt: skip
+    slow = step_time(flops=1e12, data_parallel_bytes=1e9, **common)
+    assert slow.limit == "arithmetic"
+    assert slow.bound_s == slow.compute_s == 1.0
+    fast = step_time(flops=1e9, data_parallel_bytes=1e12, **common)
+    assert fast.limit == "data-parallel communication"
+    assert fast.bound_s == fast.data_parallel_s
+    assert fast.without_overlap_s > fast.bound_s

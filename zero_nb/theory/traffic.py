@@ -12,10 +12,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_nb.config import UsageError
-from zero_nb.theory.checks import check_count, check_stage
+from zero_nb.theory.checks import check_count, check_divides, check_stage
 from zero_nb.theory.memory import get_recipe
 
-__all__ = ["StepTraffic", "bytes_per_step", "elements_per_step", "step_traffic"]
+__all__ = [
+    "HybridTraffic",
+    "StepTraffic",
+    "ZeroPlusPlus",
+    "bytes_per_step",
+    "deepspeed_elements_per_step",
+    "elements_per_step",
+    "mics_traffic",
+    "offload_bytes_per_step",
+    "step_traffic",
+    "tensor_parallel_elements",
+    "zeropp_volume",
+]
 
 
 @dataclass(frozen=True)
@@ -211,3 +223,196 @@ def _per_unit(name: str, value: int | Sequence[int], units: int) -> list[int]:
     if len(values) != units:
         raise UsageError(f"{name} has {len(values)} entries, expected {units}, one per numel")
     return [check_count(name, entry, least=0) for entry in values]
+
+
+# --- variants --------------------------------------------------------------------------------
+
+
+def deepspeed_elements_per_step(
+    stage: int, world_size: int, numels: int | Iterable[int], *, micro_batches: int = 1
+) -> int:
+    """What DeepSpeed's stages 1 and 2 really send: buckets are all-reduced, 3Ψ(W − 1)/W.
+
+    Parameters
+    ----------
+    stage : int
+        1 or 2; the other stages send what `elements_per_step` says.
+    world_size, numels, micro_batches
+        See `step_traffic`.
+
+    Returns
+    -------
+    int
+
+    Notes
+    -----
+    With ``reduce_scatter`` off, or for buckets that span owners, gradients are all-reduced (2Ψ)
+    and parameters gathered (Ψ): deepspeed/runtime/zero/stage_1_and_2.py; the project's post of
+    2020-03-17 prints 1.5 times data parallelism for it.  Stage 2 does so every micro-batch.
+    """
+    plain = step_traffic(stage, world_size, numels, micro_batches=micro_batches)
+    reduced_twice = stage in (1, 2)
+    return plain.elements + (plain.grad_elements if reduced_twice else 0)
+
+
+@dataclass(frozen=True)
+class HybridTraffic:
+    """What one rank sends in one step when shards are kept within groups.
+
+    Attributes
+    ----------
+    group_elements : int
+        Inside the sharding group.
+    replica_elements : int
+        Between groups that hold the same shard.
+    """
+
+    group_elements: int
+    replica_elements: int
+
+    @property
+    def elements(self) -> int:
+        """Both together."""
+        return self.group_elements + self.replica_elements
+
+
+def mics_traffic(
+    world_size: int,
+    group_size: int,
+    numels: int | Iterable[int],
+    *,
+    micro_batches: int = 1,
+) -> HybridTraffic:
+    """Stage 3 within groups, copies between them: MiCS, FSDP's hybrid shard.
+
+    Parameters
+    ----------
+    world_size : int
+        W.
+    group_size : int
+        p ranks share one copy of the model; must divide W.
+    numels : int or iterable of int
+        Elements of each flat parameter, padded to a multiple of `group_size` here.
+    micro_batches : int
+        k.
+
+    Returns
+    -------
+    HybridTraffic
+        In the group 3kΨ(p − 1)/p; between groups one all-reduce of the shard, 2(Ψ/p)(g − 1)/g with
+        g = W/p groups, rounded up to whole elements.
+
+    Notes
+    -----
+    Zhang et al., *MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud*,
+    arXiv:2205.00119, Section 3: scale-aware partitioning and 2-hop gradient synchronisation.
+    """
+    world_size = check_count("world_size", world_size, least=1)
+    group_size = check_count("group_size", group_size, least=1)
+    groups = check_divides("group_size", group_size, "world_size", world_size)
+    numels = _as_list(numels)
+    inside = step_traffic(3, group_size, numels, micro_batches=micro_batches).elements
+    between = 2 * sum(_sent(-(-numel // group_size), groups) for numel in numels)
+    return HybridTraffic(inside, between)
+
+
+@dataclass(frozen=True)
+class ZeroPlusPlus:
+    """Cross-node volume of one stage-3 step in units of M, the model's 16-bit size.
+
+    Attributes
+    ----------
+    forward_gather, backward_gather, grad_reduce : float
+        Each collective's share.
+    extra_bytes_per_param : float
+        Device memory paid for it: hpZ keeps a second 16-bit shard within the node.
+    """
+
+    forward_gather: float
+    backward_gather: float
+    grad_reduce: float
+    extra_bytes_per_param: float
+
+    @property
+    def total(self) -> float:
+        """All three; 3 for plain stage 3, 0.75 with everything on."""
+        return self.forward_gather + self.backward_gather + self.grad_reduce
+
+
+def zeropp_volume(
+    *, qwz: bool = True, hpz: bool = True, qgz: bool = True, per_node: int = 8
+) -> ZeroPlusPlus:
+    """Cross-node volume of ZeRO++.
+
+    Parameters
+    ----------
+    qwz : bool
+        Weights gathered as blocks of int8.
+    hpz : bool
+        Backward gathers stay in the node, from a second shard.
+    qgz : bool
+        Gradients exchanged as int4, hierarchically.
+    per_node : int
+        Devices that share the second shard.
+
+    Returns
+    -------
+    ZeroPlusPlus
+
+    Notes
+    -----
+    Wang et al., *ZeRO++: Extremely Efficient Collective Communication*, arXiv:2306.10209, Table 1.
+    """
+    per_node = check_count("per_node", per_node, least=1)
+    gather = 0.5 if qwz else 1.0
+    return ZeroPlusPlus(
+        forward_gather=gather,
+        backward_gather=0.0 if hpz else gather,
+        grad_reduce=0.25 if qgz else 1.0,
+        extra_bytes_per_param=2 / per_node if hpz else 0.0,
+    )
+
+
+def tensor_parallel_elements(
+    layers: int, seq: int, micro_batch: int, hidden: int, tp: int, *, recompute: bool = False
+) -> int:
+    """Elements one device sends for tensor parallelism in one micro-batch.
+
+    Parameters
+    ----------
+    layers, seq, micro_batch, hidden : int
+        L, s, b, h.
+    tp : int
+        t.
+    recompute : bool
+        Full recomputation repeats the forward pass's two all-reduces.
+
+    Returns
+    -------
+    int
+        4 (or 6) all-reduces of sbh a layer: 8sbhL(t − 1)/t, or 12.
+
+    Notes
+    -----
+    arXiv:2205.05198 Section 4.2.2; with recomputation arXiv:1910.02054 Section 8.  Sequence
+    parallelism replaces each all-reduce by a reduce-scatter and an all-gather: the same volume.
+    """
+    tp = check_count("tp", tp, least=1)
+    passes = 12 if recompute else 8
+    return passes * layers * (seq * micro_batch * hidden) * (tp - 1) // tp
+
+
+def offload_bytes_per_step(numel: int) -> int:
+    """Bytes over the host link in a step of ZeRO-Offload: 2M of gradients down, 2M of weights up.
+
+    Parameters
+    ----------
+    numel : int
+        M: parameters whose optimizer runs on this host link.
+
+    Returns
+    -------
+    int
+        4M (Ren et al., arXiv:2101.06840, Section 3.3).
+    """
+    return 4 * check_count("numel", numel, least=0)

@@ -11,7 +11,7 @@ Letters: W data-parallel ranks that shard, t tensor-parallel degree, e bytes of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -246,7 +246,7 @@ class DeviceModel:
         return cls(**columns)
 
 
-def device_model(spec: ModelSpec, run: Run, pipeline_stage: int = 0) -> DeviceModel:
+def device_model(spec: ModelSpec, run: Run, pipeline_stage: int = 0, numel: int = 0) -> DeviceModel:
     """What the device of one pipeline stage holds and computes.
 
     Parameters
@@ -255,14 +255,20 @@ def device_model(spec: ModelSpec, run: Run, pipeline_stage: int = 0) -> DeviceMo
     run : Run
     pipeline_stage : int
         0 to pp − 1.
+    numel : int
+        Parameters of the whole model where they are known better than by `spec`.
 
     Returns
     -------
     DeviceModel
     """
     blocks = spec.stage_layers(run.pp)[pipeline_stage]
-    numel = spec.shard_numel(run.tp, run.pp, pipeline_stage)
+    here = spec.shard_numel(run.tp, run.pp, pipeline_stage)
     block = spec.block_shard_numel(run.tp)
+    if numel and numel != spec.numel:  # the same share of another total, in the same proportions
+        here, block = here * numel // spec.numel, block * numel // spec.numel
+        if run.tp * run.pp == 1:
+            here = numel
     options = {
         "itemsize": run.recipe.compute_bytes,
         "execution": run.execution,
@@ -274,10 +280,10 @@ def device_model(spec: ModelSpec, run: Run, pipeline_stage: int = 0) -> DeviceMo
         return saved.bytes(run.seq, run.tp, run.sequence_parallel)
 
     return DeviceModel(
-        numel=numel,
+        numel=here,
         blocks=blocks,
         block_numel=block,
-        root_numel=numel - blocks * block,
+        root_numel=here - blocks * block,
         small_numel=_small_numel(spec, run, blocks),
         hidden=spec.hidden,
         ffn=spec.ffn // run.tp,
@@ -549,9 +555,7 @@ def peak_of_stage(spec: ModelSpec, run: Run, pipeline_stage: int = 0, numel: int
     -------
     Peak
     """
-    model = device_model(spec, run, pipeline_stage)
-    if numel:
-        model = _with_numel(model, spec, numel)
+    model = device_model(spec, run, pipeline_stage, numel)
     lines = moment_lines(model, run)
     totals = {moment: sum(lines[moment].values()) for moment in MOMENTS}
     largest = max(totals, key=totals.__getitem__)
@@ -568,14 +572,6 @@ def peak_of_stage(spec: ModelSpec, run: Run, pipeline_stage: int = 0, numel: int
         caching=run.framework.caching,
         context=context_bytes(run),
     )
-
-
-def _with_numel(model: DeviceModel, spec: ModelSpec, numel: int) -> DeviceModel:
-    """The same device with its share of `numel` parameters, spread over its units."""
-    total = round(model.numel * numel / spec.numel) if model.numel != spec.numel else numel
-    block = total // max(1, model.blocks + (1 if model.root_numel > model.block_numel else 0))
-    block = min(block, model.block_numel * numel // spec.numel)
-    return replace(model, numel=total, block_numel=block, root_numel=total - model.blocks * block)
 
 
 def pipeline_peaks(spec: ModelSpec, run: Run, numel: int = 0) -> list[Peak]:

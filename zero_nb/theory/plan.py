@@ -595,15 +595,18 @@ def _largest_numel(question: _Question, run: Run) -> int | None:
     def fits(factor: float) -> bool:
         try:
             larger = replace(question, spec=grown(factor), numel=grown(factor).numel)
-        except UsageError:
+            return question.fits(larger.total(run))
+        except UsageError:  # a shape that cannot be, or fewer layers than pipeline stages
             return False
-        return question.fits(larger.total(run))
 
-    if not fits(2.0**-20):
-        return None
     while fits(high) and high < 2**20:
         low, high = high, high * 2
-    low = low or 2.0**-20
+    if low == 0:
+        low = 0.5
+        while not fits(low):
+            low, high = low / 2, low
+            if low < 2.0**-20:
+                return None
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -714,7 +717,7 @@ def _if_it_does_not(answer: Plan, question: _Question, run: Run) -> Iterable[str
         if total < 0.97 * answer.total_bytes:
             tried.append((not question.fits(total), total, words))
     tried.sort(key=lambda item: item[:2] if not item[0] else (True, item[1]))
-    for misses, total, words in tried[:4]:
+    for misses, total, words in tried[:6]:
         verdict = "still too much" if misses else "fits"
         yield f"Try {words}: {format_gb_gib(total)}, {verdict}"
     if answer.smallest_world_size and answer.smallest_world_size > answer.world_size:
@@ -796,7 +799,8 @@ class PlanGrid:
     Attributes
     ----------
     models : tuple of ModelSpec
-    world_sizes, stages, micro_batches : tuple of int
+    world_sizes, stages, batches : tuple of int
+        `batches` are sizes of a micro-batch.
     total_bytes : ndarray of int64, shape (models, world sizes, stages, micro-batches)
         Middle of the device's range, as `Plan.total_bytes`.
     moment : ndarray of int8, same shape
@@ -808,7 +812,7 @@ class PlanGrid:
     models: tuple[ModelSpec, ...]
     world_sizes: tuple[int, ...]
     stages: tuple[int, ...]
-    micro_batches: tuple[int, ...]
+    batches: tuple[int, ...]
     total_bytes: np.ndarray
     moment: np.ndarray
     elements_sent: np.ndarray
@@ -834,7 +838,7 @@ def plan_grid(
     models: Sequence[ModelSpec | str],
     world_sizes: Sequence[int],
     stages: Sequence[int] = (0, 1, 2, 3),
-    micro_batches: Sequence[int] = (1,),
+    batches: Sequence[int] = (1,),
     *,
     device_bytes: int | None = None,
     by_kind: bool = False,
@@ -845,8 +849,8 @@ def plan_grid(
     Parameters
     ----------
     models : sequence of ModelSpec or str
-    world_sizes, stages, micro_batches : sequence of int
-        Axes of the grid; world sizes are multiples of tp·pp·sp.
+    world_sizes, stages, batches : sequence of int
+        Axes of the grid; world sizes are multiples of tp·pp·sp, `batches` sizes of a micro-batch.
     device_bytes : int, optional
     by_kind : bool
         Also keep bytes by kind (`PlanGrid.kinds`), at the largest moment.
@@ -860,7 +864,7 @@ def plan_grid(
     """
     specs = tuple(get_model(each) if isinstance(each, str) else each for each in models)
     worlds = [check_count("world_size", each, least=1) for each in world_sizes]
-    batches = [check_count("micro_batch", each, least=1) for each in micro_batches]
+    batches = [check_count("micro_batch", each, least=1) for each in batches]
     stages = [check_stage(each) for each in stages]
     if not (specs and worlds and stages and batches):
         raise UsageError("a grid needs at least one model, world size, stage and micro-batch")

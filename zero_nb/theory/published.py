@@ -30,6 +30,7 @@ __all__ = [
     "judge",
     "load_rows",
     "published_rows",
+    "read_data",
     "settings",
 ]
 
@@ -89,16 +90,16 @@ def load_rows(lines: Iterable[str]) -> list[dict[str, str]]:
 
 def published_rows() -> list[dict[str, str]]:
     """The 34 published runs that the planner is judged on."""
-    return _shipped("measured_peaks.csv")
+    return read_data("measured_peaks.csv")
 
 
 def heldout_rows() -> list[dict[str, str]]:
     """Further published runs, collected after the rules of this module were written."""
-    return _shipped("heldout_peaks.csv")
+    return read_data("heldout_peaks.csv")
 
 
-def _shipped(name: str) -> list[dict[str, str]]:
-    """Rows of a data file of this package."""
+def read_data(name: str) -> list[dict[str, str]]:
+    """Rows of a data file of this package, by its file name."""
     data = resources.files("zero_nb.theory").joinpath("data", name)
     return load_rows(data.read_text(encoding="utf-8").splitlines())
 

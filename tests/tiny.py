@@ -61,3 +61,10 @@ def own_grads(world_size, seed=2):
         for name, shape in SHAPES.items():
             drawn[name].append(np.asarray(rng.normal(size=shape), np.float32))
     return {name: np.stack(grads) for name, grads in drawn.items()}
+
+
+def padding_of(array, unit, world):
+    """Where an (R, F) or (R, S) array of a unit has padding: a mask of its shape."""
+    full = np.zeros((world.size, unit.layout.padded_numel), bool)
+    full[:, unit.layout.numel :] = True
+    return full if array.shape == full.shape else world.own_shard(full).copy()

@@ -1,5 +1,6 @@
 """A process's part in an MPI run: join it, and if something goes wrong end it for all."""
 
+import io
 import os
 import sys
 import threading
@@ -9,12 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zero_nb.cluster.mpi import DEADLINE_S, CollectiveError, MPIWorld, load_mpi
-from zero_nb.cluster.rundir import Failure, Member, mapped_segments, ranks_text
+from zero_nb.cluster.rundir import OUTPUT, Failure, Member, mapped_segments, ranks_text
 from zero_nb.config import UsageError
 
 __all__ = ["joined"]
 
 _LAUNCHER_GRACE_S = 5.0  # for the launcher to read what went wrong, and end this process
+_LAUNCHER_POLL_S = 0.5
 _OTHERS_GRACE_S = 0.5  # for process 0 to say what all have to say
 
 
@@ -48,8 +50,8 @@ def joined(local_ranks=1, *, world_size=None, deadline_s=DEADLINE_S, check_order
     mpi = load_mpi()
     comm = mpi.COMM_WORLD
     member, world = Member(comm.rank), None
-    if member.launched and comm.rank == 0:
-        _end_with_launcher(mpi)
+    if member.launched:
+        _end_with_launcher(mpi, member)
     try:
         world = MPIWorld(
             local_ranks, comm=comm, deadline_s=deadline_s, check_order=check_order, member=member
@@ -58,7 +60,7 @@ def joined(local_ranks=1, *, world_size=None, deadline_s=DEADLINE_S, check_order
         _check_found(world, world_size)
         world.barrier("start")
         _unlink_segments()
-        with _quiet_unless(comm.rank == 0):
+        with _heard(member):
             yield world
             sys.stdout.flush()
             world.barrier("the end of the run")
@@ -120,12 +122,12 @@ def _origin(error):
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "no traceback"
 
 
-def _end_with_launcher(mpi):
-    """Take all processes down when the launcher dies: its end of process 0's stdin closes then."""
+def _end_with_launcher(mpi, member):
+    """Take all processes down when the launcher is no more, however it died."""
 
     def watch():
-        while os.read(0, 4096):
-            pass
+        while member.launcher_lives():
+            time.sleep(_LAUNCHER_POLL_S)
         mpi.COMM_WORLD.Abort(1)
 
     threading.Thread(target=watch, daemon=True, name="zero_nb-launcher").start()
@@ -146,15 +148,34 @@ def _unlink_segments():
 
 
 @contextmanager
-def _quiet_unless(speaks):
-    """Let only one process write to stdout."""
-    if speaks:
+def _heard(member):
+    """Let only process 0 write to stdout, its lines marked if a launcher of ours reads them."""
+    if member.process == 0 and not member.launched:
         yield
         return
     before = sys.stdout
     with open(os.devnull, "w") as nowhere:
-        sys.stdout = nowhere
+        sys.stdout = nowhere if member.process else _Marked(before)
         try:
             yield
         finally:
             sys.stdout = before
+
+
+class _Marked(io.TextIOBase):
+    """Begins every line with `OUTPUT`."""
+
+    def __init__(self, file):
+        self.file, self.begins = file, True
+
+    def writable(self):
+        return True
+
+    def write(self, text):
+        for line in text.splitlines(keepends=True):
+            self.file.write(OUTPUT + line if self.begins else line)
+            self.begins = line.endswith("\n")
+        return len(text)
+
+    def flush(self):
+        self.file.flush()

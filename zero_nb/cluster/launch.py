@@ -4,10 +4,9 @@ Standard library only, so that it can say what to install where MPI is missing.
 
 [Note: one message]
 MPI's own launcher kills everybody when somebody dies, prints a page about it, and names whoever
-comes first in its table. So it is told not to (where it can be told), and this launcher watches
-itself, through the folder of `rundir`: processes say there why they cannot go on, and whoever
-vanishes without a word was killed. The first cause is told in one line, and all processes are
-ended. Their number, where they are and what they last did is all known from the folder.
+comes first in its table. So it must not notice before we do: a line of shell stands between it and
+each process, writes down how the process ended, and waits. Together with what the processes
+say themselves (see `rundir`) the first cause is known, is told in one line, and everybody is ended.
 """
 
 import json
@@ -26,7 +25,15 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from zero_nb.cluster.rundir import FOLDER_VARIABLE, TICK, RunFolder, mapped_segments, ranks_text
+from zero_nb.cluster.rundir import (
+    FOLDER_VARIABLE,
+    OUTPUT,
+    TICK,
+    RunFolder,
+    is_alive,
+    mapped_segments,
+    ranks_text,
+)
 from zero_nb.config import UsageError, check_world_size
 
 __all__ = ["INSTALL_HINT", "RunError", "find_mpiexec", "run_mpi", "under_launcher"]
@@ -35,6 +42,16 @@ INSTALL_HINT = "--engine mpi needs MPI; run: pip install 'zero-nb[mpi]'"
 
 _LAUNCHERS = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """What MPICH's and Intel's mpiexec, PMIx, Open MPI's mpirun, and srun set for each process."""
+
+_SHELL = """
+"$@"
+status=$?
+p="${PMI_RANK:-${PMIX_RANK:-$OMPI_COMM_WORLD_RANK}}"
+echo $status > "$ZERO_NB_MPI_FOLDER/$p.exit"
+[ -e "$ZERO_NB_MPI_FOLDER/$p.done" ] || sleep 10
+exit $status
+"""
+"""Stands between mpiexec and a process, see [Note: one message]; MPI's own traffic passes by it."""
 
 _POLL_S = 0.02
 _GRACE_S = 0.3  # from the first sign of trouble until all who can have said what they know
@@ -125,7 +142,8 @@ def run_mpi(
         have been ended by then, as they are when Ctrl-C or SIGTERM ends this one.
     """
     processes = _processes(world_size, local_ranks)
-    command = [*_mpiexec_command(processes), sys.executable, "-m", "mpi4py", *program, *argv]
+    command = [*_mpiexec_command(processes), "/bin/sh", "-c", _SHELL, "sh"]
+    command += [sys.executable, "-m", "mpi4py", *program, *argv]
     folder = RunFolder(processes)
     with _terminated_like_interrupted():
         run = None
@@ -155,7 +173,7 @@ def _processes(world_size, local_ranks):
 
 @cache
 def _is_hydra(mpiexec):
-    """Whether mpiexec is MPICH's, which can be told to leave the rest to us."""
+    """Whether mpiexec is MPICH's."""
     answer = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=30)
     return "HYDRA" in answer.stdout
 
@@ -166,7 +184,6 @@ def _mpiexec_command(processes):
     own = ()
     if _is_hydra(mpiexec):
         own = ("-launcher", "fork", "-rmk", "user", "-localhost", "127.0.0.1")
-        own += ("-disable-auto-cleanup",)  # see [Note: one message]
     return [mpiexec, *own, "-n", str(processes)]
 
 
@@ -228,7 +245,7 @@ class _Run:
         self.mpiexec = subprocess.Popen(
             command,
             env=_environment(folder, folder.processes, env),
-            stdin=subprocess.PIPE,  # never written to: it closes with this process
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -243,18 +260,19 @@ class _Run:
             pump.start()
 
     def _pump_out(self):
-        """Pass on what process 0 writes."""
+        """Pass on what process 0 writes and reports; keep the rest, it is not ours."""
         for line in self.mpiexec.stdout:
-            self.stdout.write(line)
-            self.stdout.flush()
-
-    def _pump_err(self):
-        """Take out progress, keep the rest."""
-        for line in self.mpiexec.stderr:
-            if not line.startswith(TICK):
+            if line.startswith(OUTPUT):
+                self.stdout.write(line[len(OUTPUT) :])
+                self.stdout.flush()
+            elif not line.startswith(TICK):
                 self.lines.append(line)
             elif self.progress is not None:
                 self.progress(json.loads(line[len(TICK) :]))
+
+    def _pump_err(self):
+        """Keep what anybody writes to stderr."""
+        self.lines.extend(self.mpiexec.stderr)
 
     # --- watching --------------------------------------------------------------------------
 
@@ -286,19 +304,17 @@ class _Run:
                 )
 
     def _trouble(self):
-        """Whether somebody reports a failure or has vanished."""
-        return bool(self.folder.failures() or self._vanished())
+        """Whether somebody reports a failure or has ended before its work was done."""
+        return bool(self.folder.failures() or self._ended())
 
-    def _vanished(self):
-        """Processes that have joined, are not done, have not failed and are no more."""
-        said = self.folder.failures()
-        return [
-            process
-            for process, start in self.folder.starts().items()
-            if process not in said
-            and not _is_alive(start["pid"])
-            and not self.folder.is_done(process)
-        ]
+    def _ended(self):
+        """How the processes ended that were not done and had no failure to report: by process."""
+        said, ends = self.folder.failures(), self.folder.ends()
+        return {
+            process: status
+            for process, status in ends.items()
+            if process not in said and not self.folder.is_done(process)
+        }
 
     def _collect_causes(self):
         """Wait until everybody who can has said what went wrong."""
@@ -313,35 +329,31 @@ class _Run:
 
     def _raise_failure(self):
         """Raise the first cause there is, if there is one."""
-        failures, vanished = self.folder.failures(), self._vanished()
+        failures, ended = self.folder.failures(), self._ended()
         for kind in ("usage", "raised", "diverged"):
             for failure in failures.values():
+                if failure.kind == kind == "usage":
+                    raise UsageError(failure.message)
                 if failure.kind == kind:
-                    error = UsageError if kind == "usage" else RunError
-                    raise (
-                        error(failure.message)
-                        if kind == "usage"
-                        else error(failure.message, failure.details)
-                    )
-        if vanished:
-            raise RunError(self._obituary(vanished[0]), self._tail())
+                    raise RunError(failure.message, failure.details)
+        for process, status in ended.items():
+            raise RunError(self._obituary(process, status), self._tail())
         for failure in failures.values():
             raise RunError(failure.message + self._silent(failure, failures), failure.details)
         status = self.mpiexec.poll()
         if status:
-            raise RunError(
-                f"mpiexec ended with status {status}; {self._whereabouts()}", self._tail()
-            )
+            raise RunError(f"mpiexec ended with status {status}", self._tail())
 
-    def _obituary(self, process):
-        """Say of a process that is no more where it died, and of what as far as is known."""
-        fault = self.folder.fault(process)
-        cause = (
-            f"crashed ({fault})"
-            if fault
-            else ("was killed (by SIGKILL, the system short of memory, or its own os._exit)")
-        )
-        return f"{self._ranks(process)} {cause} {self.folder.where(process)}"
+    def _obituary(self, process, status):
+        """Say how a process ended, and where."""
+        who, where = self._ranks(process), self.folder.where(process)
+        number = status - 128  # how a shell says that it was a signal
+        if number == signal.SIGKILL:
+            return f"{who}: killed by SIGKILL {where} (by hand, or for want of memory)"
+        if 0 < number < signal.NSIG:
+            fault = self.folder.fault(process)
+            return f"{who}: ended by {signal.Signals(number).name} {where} {fault}".rstrip()
+        return f"{who}: ended with status {status} {where}{self._last_words()}"
 
     def _silent(self, failure, failures):
         """Say what is known of those a stuck rank waited for."""
@@ -357,9 +369,11 @@ class _Run:
         return ", ".join(f"{self._ranks(p)} {self.folder.where(p)}" for p in processes)
 
     def _last_words(self):
-        """Return the last error a process printed, or else where everybody is."""
+        """Return the last error a process printed, if any."""
+        for pump in self.pumps:
+            pump.join(timeout=_GRACE_S)  # let it read what is there
         errors = [line for line in self.lines if re.match(r"(\w+\.)*\w+(Error|Exception)\b", line)]
-        return errors[-1].strip() if errors else self._whereabouts()
+        return f": {errors[-1].strip()}" if errors else ""
 
     def _ranks(self, process):
         """Name the ranks of a process."""
@@ -374,14 +388,15 @@ class _Run:
 
     def end(self):
         """End every process, and take away what they leave."""
-        pids = {start["pid"] for start in self.folder.starts().values() if _is_alive(start["pid"])}
+        pids = {start["pid"] for start in self.folder.starts().values() if is_alive(start["pid"])}
         if self.mpiexec.poll() is not None and not pids:
             self._close()
             return
         family = _descendants(self.mpiexec.pid)
+        helpers = {pid for pid in family if _parents().get(pid) == self.mpiexec.pid}
         segments = set().union(*(mapped_segments(pid) for pid in family | pids))
         # The ranks first, so that mpiexec and its helper see them end, and end by themselves.
-        _kill((family | pids) - _helpers(family))
+        _kill((family | pids) - helpers)
         with suppress(subprocess.TimeoutExpired):
             self.mpiexec.wait(timeout=0.5)
         _kill(family | pids | {self.mpiexec.pid})
@@ -395,7 +410,7 @@ class _Run:
         """Close the pipes once they are empty."""
         for pump in self.pumps:
             pump.join(timeout=1.0)
-        for pipe in (self.mpiexec.stdin, self.mpiexec.stdout, self.mpiexec.stderr):
+        for pipe in (self.mpiexec.stdout, self.mpiexec.stderr):
             with suppress(OSError):
                 pipe.close()
 
@@ -403,52 +418,27 @@ class _Run:
 # --- processes -----------------------------------------------------------------------------
 
 
-def _is_alive(pid):
-    """Whether a process exists and is not a mere entry waiting to be collected."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        pass
-    if Path("/proc/self/stat").exists():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _parents():
     """Return the parent of every process."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError, ValueError):
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents[int(entry.name)] = int(stat[1])
+    if parents:
+        return parents
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
     return dict(tuple(map(int, line.split())) for line in table.stdout.splitlines())
 
 
 def _descendants(pid):
     """Return the processes started by `pid`, and by those, and so on."""
-    parents = _parents_from_proc() or _parents()
+    parents = _parents()
     found, new = set(), {pid}
     while new:
         new = {child for child, parent in parents.items() if parent in new} - found
         found |= new
     return found
-
-
-def _parents_from_proc():
-    """Return the parent of every process where /proc tells, else nothing."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError, ValueError):
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            parents[int(entry.name)] = int(stat[1])
-    return parents
-
-
-def _helpers(family):
-    """Return those of `family` that have children in it: mpiexec's own helpers, not the ranks."""
-    parents = _parents_from_proc() or _parents()
-    return {parents[pid] for pid in family if parents.get(pid) in family}
 
 
 def _kill(pids):

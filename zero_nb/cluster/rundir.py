@@ -1,6 +1,7 @@
 """What the processes of an MPI run tell the one that started them, through a folder of files.
 
-The launcher makes the folder and names it in the environment. Process p writes
+The launcher makes the folder, writes its own process id into it and names it in the environment.
+Process p writes
 
 ==================  ===========================================================================
 ``p.start.json``    when it has joined: its process id, and the ranks it hosts
@@ -8,6 +9,7 @@ The launcher makes the folder and names it in the environment. Process p writes
 ``p.failure.json``  why it cannot go on
 ``p.fault``         Python's own words if it crashes
 ``p.done``          when its work is done
+``p.exit``          (its shell:) with which status it ended
 ==================  ===========================================================================
 
 so that the launcher can say which rank was where even when that rank cannot speak any more.
@@ -27,10 +29,12 @@ from typing import final
 
 __all__ = [
     "FOLDER_VARIABLE",
+    "OUTPUT",
     "TICK",
     "Failure",
     "Member",
     "RunFolder",
+    "is_alive",
     "mapped_segments",
     "ranks_text",
 ]
@@ -39,7 +43,10 @@ FOLDER_VARIABLE = "ZERO_NB_MPI_FOLDER"
 """Environment variable that names the folder."""
 
 TICK = "\x1e"
-"""First character of a line on stderr that reports progress, as JSON, to the launcher."""
+"""First character of a line that reports progress, as JSON, to the launcher."""
+
+OUTPUT = "\x1f"
+"""First character of a line of the run's own output. MPI's launchers write to stdout, too."""
 
 _STATUS_BYTES = 256
 
@@ -68,6 +75,22 @@ def mapped_segments(pid):
         return set()
     paths = {"/" + line.partition("/")[2] for line in lines if not line.endswith("(deleted)")}
     return {path for path in paths if path.startswith("/dev/shm/mpich_shm_")}
+
+
+def is_alive(pid):
+    """Whether a process exists and is not a mere entry waiting to be collected (bool)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,13 @@ class Member:
         """Whether a launcher of ours reads along."""
         return self.folder is not None
 
+    def launcher_lives(self):
+        """Whether the launcher that made the folder still exists, and the folder with it."""
+        try:
+            return is_alive(int((self.folder / "launcher").read_text()))
+        except OSError:
+            return False
+
     def _path(self, name):
         """Where this process writes `name`."""
         return self.folder / f"{self.process}.{name}"
@@ -152,8 +182,8 @@ class Member:
     def tick(self, **values):
         """Report progress to the launcher; process 0 only."""
         if self.folder is not None and self.process == 0:
-            sys.stderr.write(TICK + json.dumps(values) + "\n")
-            sys.stderr.flush()
+            sys.__stdout__.write(TICK + json.dumps(values) + "\n")
+            sys.__stdout__.flush()
 
     def fail(self, failure):
         """Say why this process cannot go on."""
@@ -176,6 +206,7 @@ class RunFolder:
     def __init__(self, processes):
         self.processes = processes
         self.path = Path(tempfile.mkdtemp(prefix="zero-nb-mpi-"))
+        (self.path / "launcher").write_text(str(os.getpid()))
 
     def remove(self):
         """Delete the folder."""
@@ -198,6 +229,16 @@ class RunFolder:
         found = {process: self._json(process, "failure") for process in range(self.processes)}
         return {process: Failure(**failure) for process, failure in found.items() if failure}
 
+    def ends(self):
+        """Return with which status processes have ended, by process, as a shell tells it."""
+        found = {}
+        for process in range(self.processes):
+            try:
+                found[process] = int((self.path / f"{process}.exit").read_text())
+            except (FileNotFoundError, ValueError):  # not yet, or being written
+                continue
+        return found
+
     def is_done(self, process):
         """Whether a process has said that its work is done."""
         return (self.path / f"{process}.done").exists()
@@ -214,9 +255,9 @@ class RunFolder:
         return f"{'in' if status[:1] == b'w' else 'after'} {place}"
 
     def fault(self, process):
-        """Return Python's own first words of a crash, or nothing."""
+        """Return Python's own first words of a crash, in brackets, or nothing."""
         try:
             lines = (self.path / f"{process}.fault").read_text().splitlines()
         except FileNotFoundError:
             return ""
-        return lines[0] if lines else ""
+        return f"({lines[0]})" if lines else ""

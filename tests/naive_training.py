@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 
+import naive
 from zero_nb.cluster.world import World
 from zero_nb.core.precision import BFLOAT16, FLOAT16, FLOAT32
 
@@ -218,3 +219,164 @@ def in_threads(size, hosted, work):
     if errors:
         raise errors[0]
     return results
+
+
+# --- a model of one's own, as practitioners train it ---------------------------------------------
+
+
+class NaiveOptimizer:
+    """W computers that each hold everything of a model of one's own: `ZeROOptimizer`'s twin.
+
+    Bit equality can be asked for, because the order of all additions is written down: gradients
+    of tied names first, then micro-batches and then ranks, or (`ranks_first`) ranks and then
+    micro-batches; float32 throughout, rounded to the format of the wire before ranks are added
+    and once after it.
+
+    Parameters
+    ----------
+    params : dict of str to float32 array
+        Tied names left out.
+    world_size, micro_batches : int
+    ranks_first : bool
+    kind : {"adamw", "adam", "sgd"}
+    options : dict
+        Every hyper-parameter.
+    groups : list of (names, options), optional
+        Options that differ.
+    tied : dict of str to str
+        Alias to the name in `params`.
+    frozen, keep_fp32 : collection of str
+    fmt : Format
+        How parameters are stored.
+    wire : Format, optional
+        How gradients travel, `fmt` by default.
+    rounds_each : bool
+        Whether each micro-batch's gradient is kept in the wire's format beside the sum.
+    max_grad_norm : float, optional
+    rounded_start : bool
+    """
+
+    def __init__(
+        self, params, *, world_size, micro_batches=1, ranks_first=False, kind="adamw", options,
+        groups=None, tied=None, frozen=(), keep_fp32=(), fmt=FLOAT32, wire=None,
+        rounds_each=False, max_grad_norm=None, rounded_start=False,
+    ):  # fmt: skip
+        self.world_size, self.micro_batches = world_size, micro_batches
+        self.ranks_first, self.rounds_each = ranks_first, rounds_each
+        self.kind, self.max_grad_norm = kind, max_grad_norm
+        self.names_of = {name: [name] for name in params}
+        for alias, name in (tied or {}).items():
+            self.names_of[name].append(alias)
+        self.trainable = [name for name in params if name not in frozen]
+        self.fmt = {name: FLOAT32 if name in keep_fp32 else fmt for name in params}
+        wire = fmt if wire is None else wire
+        self.wire = {name: FLOAT32 if name in keep_fp32 else wire for name in params}
+        groups = [(self.trainable, {})] if groups is None else groups
+        self.options = {name: options | own for names, own in groups for name in names}
+        self.weights = {name: np.array(array, order="C") for name, array in params.items()}
+        for name, array in self.weights.items():
+            if name in frozen or rounded_start:
+                array[...] = rounded(array, self.fmt[name])
+        self.state = {
+            name: [np.zeros_like(self.weights[name]), np.zeros_like(self.weights[name])]
+            for name in self.trainable
+        }
+        self.steps = dict.fromkeys(self.trainable, 0)
+
+    def used(self):
+        """What the computers compute with."""
+        return {name: rounded(array, self.fmt[name]) for name, array in self.weights.items()}
+
+    def step(self, micro_grads, loss_scale=1.0, factor=1.0):
+        """Take one step; return whether it was applied, and the norm before clipping.
+
+        `micro_grads` has a dict for each micro-batch: name -> (W, *shape), or a list with None for
+        ranks that did not use it, or None if no rank did.
+        """
+        with np.errstate(all="ignore"):
+            grads = {
+                name: self._reduced(name, micro_grads)
+                for name in self.trainable
+                if any(_row(g[n], r) is not None for g in micro_grads for n in self.names_of[name]
+                       for r in range(self.world_size))
+            }  # fmt: skip
+        flat = np.concatenate([np.zeros(0, np.float32), *(g.reshape(-1) for g in grads.values())])
+        if not np.all(np.isfinite(flat)):
+            return False, math.inf
+        numel = sum(self.weights[name].size for name in self.trainable)
+        norm = fixed_norm(flat, numel) / loss_scale
+        scale = 1.0
+        if self.max_grad_norm is not None and norm > self.max_grad_norm:
+            scale = self.max_grad_norm / norm
+        for name, g in grads.items():
+            self.steps[name] += 1
+            self._update(name, g, scale / loss_scale, factor)
+        return True, norm
+
+    def _reduced(self, name, micro_grads):
+        """One parameter's gradient of the step."""
+        wire = self.wire[name]
+        rows_KW = [
+            [self._row(name, grads, rank) for rank in range(self.world_size)]
+            for grads in micro_grads
+        ]
+        if self.ranks_first:
+            sums = [
+                to_float32(sum_over_ranks([stored_as(row, wire) for row in rows], wire), wire)
+                for rows in rows_KW
+            ]
+            return _added(sums)
+        if self.rounds_each and wire is not FLOAT32:
+            rows_KW = [[rounded(row, wire) for row in rows] for rows in rows_KW]
+        of_rank = [_added([rows[rank] for rows in rows_KW]) for rank in range(self.world_size)]
+        return to_float32(sum_over_ranks([stored_as(row, wire) for row in of_rank], wire), wire)
+
+    def _row(self, name, grads, rank):
+        """One computer's gradient of a parameter in one micro-batch: that of all its names."""
+        zeros = np.zeros_like(self.weights[name])
+        parts = [_row(grads[n], rank) for n in self.names_of[name] if grads[n] is not None]
+        return _added([zeros if part is None else np.asarray(part) for part in parts] or [zeros])
+
+    def _update(self, name, g, scale, factor):
+        """Update one parameter."""
+        o, p = self.options[name], self.weights[name]
+        lr, wd = o["lr"] * factor, o["weight_decay"]
+        if self.kind == "sgd":
+            hyper = (scale, wd, o["momentum"], lr)
+            buffer = self.state[name][0] if o["momentum"] else None
+            new, buffer = naive.sgd(p, g, buffer, hyper, o["nesterov"])
+            states = () if buffer is None else (buffer,)
+        else:
+            (beta1, beta2), t = o["betas"], self.steps[name]
+            decoupled = self.kind == "adamw"
+            hyper = (
+                scale, 1 - lr * wd if decoupled else wd, 1 - beta1, beta2, 1 - beta2,
+                math.sqrt(1 - beta2**t), lr / (1 - beta1**t), o["eps"],
+            )  # fmt: skip
+            new, *states = naive.adam(p, g, *self.state[name], hyper, decoupled)
+        p[...] = new
+        for kept, state in zip(self.state[name], states, strict=False):
+            kept[...] = state
+
+
+def _row(grads, rank):
+    """One rank's part of what `backward` is given for a name."""
+    return None if grads is None else grads[rank]
+
+
+def _added(arrays):
+    """Add in the order given."""
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def fixed_norm(flat, numel):
+    """The order-free norm of [Note: order-free norm], in exact arithmetic."""
+    largest = float(np.max(np.abs(flat), initial=0.0))
+    if largest == 0.0:
+        return 0.0
+    exponent, k = math.frexp(largest)[1], min(51, 61 - max(numel - 1, 0).bit_length())
+    total = naive.sum_squares_fixed(flat, exponent, k)
+    return math.ldexp(math.sqrt(math.ldexp(float(total), -k)), exponent)

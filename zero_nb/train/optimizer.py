@@ -705,8 +705,8 @@ def _fill_rows(target, grad):
     if not isinstance(grad, list):
         target[...] = grad
         return
-    for row, values in zip(target, grad, strict=True):
-        row[...] = 0.0 if values is None else values
+    for row, values in enumerate(grad):
+        target[row] = 0.0 if values is None else values  # by index: a row of a 0-d one is a scalar
 
 
 def _differ(a, b):

@@ -17,7 +17,8 @@ from zero_nb.cluster.simulated import SimulatedWorld
 from zero_nb.config import UsageError, ZeROConfig, ZeROStage, check_at_least_one
 from zero_nb.core import flat
 from zero_nb.core.precision import FLOAT32
-from zero_nb.train import named
+from zero_nb.train import named, snapshot
+from zero_nb.train.accumulation import Accumulation
 from zero_nb.train.buckets import GradientBuckets, GradientBuffer
 from zero_nb.train.ledger import Ledger
 from zero_nb.train.optim import AdamW, GroupedRule
@@ -203,9 +204,8 @@ class ZeROOptimizer:
         layouts = self._layouts(grouped, params, frozen, keep_fp32)
         self.ledger = Ledger(self.world.hosted) if ledger is None else ledger
         self.buckets = self._make_buckets(settings, [layout for _, layout, *_ in layouts])
-        self.stage = STAGES[settings["stage"]](
-            self.world, self.rule, self.buckets, reduce_every_micro_batch
-        )
+        self.stage = STAGES[settings["stage"]](self.world, self.rule, self.buckets)
+        self.accumulation = Accumulation(self.stage, self.micro_batches, reduce_every_micro_batch)
         self.names = (*params, *self.aliases)
         self.steps_done = self.skipped_steps = 0
         self.held_bytes = None
@@ -269,7 +269,7 @@ class ZeROOptimizer:
             self.world,
             self.ledger,
             trainable=trainable,
-            micro_batches=self.micro_batches,
+            micro_batches=self.accumulation.unit_batches,
             aliases={a: name for a, name in self.aliases.items() if name in layout.names},
         )
         full_RF = np.zeros((self.world.hosted, layout.padded_numel), np.float32)
@@ -449,7 +449,7 @@ class ZeROOptimizer:
         buffer : GradientBuffer
             Written by the layers, one row a rank.
         """
-        self.stage.post_backward(unit, buffer.finish())
+        self.accumulation.post_backward(unit, buffer.finish())
 
     def mark_used(self, names):
         """Take note that this micro-batch used some parameters; `backward` does it by itself."""
@@ -498,18 +498,19 @@ class ZeROOptimizer:
             if unit.grad_format is not FLOAT32:
                 grad_RX = unit.grad_format.widen(grad_RX)
             partial = grad_RX.shape[1] == unit.layout.padded_numel and not self._reduced
-            if partial and self.world.size > 1 and not self.stage.reduces_each:
+            if partial and self.world.size > 1 and not self.accumulation.reduces_each:
                 views = {name: unit.layout.view(grad_RX, name) for name in unit.layout.names}
                 shards = named.reduce_scatter_gradients(views, self.world, purpose="other")
             else:
                 shards = named.NamedShards(unit.layout, unit.own(grad_RX))
             gathered = named.all_gather_gradients(shards, self.world)
-            full |= {name: array[0].copy() for name, array in gathered.items()}
+            full |= {name: np.array(array[0]) for name, array in gathered.items()}
         return full
 
     def zero_grad(self):
         """Drop all gradients; their memory is free from now on."""
         self.buckets.discard()
+        self.accumulation.discard()
         for unit in self.units:
             unit.drop_gradient()
         self._used.clear()
@@ -540,7 +541,7 @@ class ZeROOptimizer:
         self.ledger.phase = "reduce"
         if not self._reduced:
             for unit in reversed(units):
-                self.stage.reduce(unit)
+                self.accumulation.reduce(unit)
         loss_scale = self.loss_scale
         largest = largest_gradient(self.world, units, left_out)
         finite = math.isfinite(largest)
@@ -566,10 +567,11 @@ class ZeROOptimizer:
     def _check_complete(self, units):
         """Refuse a step before every micro-batch has come."""
         for unit in units:
-            if unit.batches_held < self.micro_batches:
+            held = self.accumulation.batches_held(unit)
+            if held < self.micro_batches:
                 raise UsageError(
-                    f"unit {unit.name!r} has the gradient of {unit.batches_held} of "
-                    f"{self.micro_batches} micro-batches; run the backward passes before step()"
+                    f"no gradient for unit {unit.name!r} yet: {held} of {self.micro_batches} "
+                    "micro-batches; run the backward passes before step()"
                 )
 
     def _agree_left_out(self):
@@ -603,12 +605,49 @@ class ZeROOptimizer:
             return
         self.skipped_steps += 1
         _log.warning(
-            "step skipped on all ranks: a gradient is not finite (loss scale %g, skipped so far %d)",
+            "skipped a step on all ranks: a gradient is not finite "
+            "(loss scale %g, skipped so far: %d)",
             loss_scale,
             self.skipped_steps,
         )
         if self.scaler is not None:
             self.scaler.overflow()
+
+    # --- saving it ---------------------------------------------------------------------------
+
+    def state_dict(self):
+        """Return all that training changes, in memory; `zero_nb.train.checkpoint` uses files.
+
+        Returns
+        -------
+        dict
+            ``weights``: name to whole tensor, float32 (masters where there are some; a frozen
+            16-bit parameter as uint16 bits). ``moments``: ``exp_avg`` and so on, each name to
+            float32 tensor. Beside them what `zero_nb.train.snapshot.describe` returns: groups,
+            step counts, loss scale. Copies, gathered from their owners, the same on every rank.
+
+        Raises
+        ------
+        UsageError
+            If gradients are held: they are no part of it.
+        """
+        return snapshot.state_dict(self)
+
+    def load_state_dict(self, state):
+        """Go on from `state_dict`, of any stage, world size, units and precision.
+
+        Parameters
+        ----------
+        state : dict
+            From an optimizer of the same parameters, ties and rule. Its group options, learning
+            rate, step counts and loss scale replace those here. Gradients held are dropped.
+
+        Raises
+        ------
+        UsageError
+            If it does not fit; nothing is changed then.
+        """
+        snapshot.load_state_dict(self, state)
 
     # --- reading it ------------------------------------------------------------------------
 
@@ -622,7 +661,7 @@ class ZeROOptimizer:
         for unit in self.units:
             shards = named.NamedShards(unit.layout, unit.owned_values())
             for name, view in named.gather_parameters(shards, self.world).items():
-                weights[name] = view[0].copy()
+                weights[name] = np.array(view[0])  # a copy, 0-d ones too
         weights |= {alias: weights[name] for alias, name in self.aliases.items()}
         return {name: weights[name] for name in self.names}
 
@@ -662,8 +701,8 @@ class ZeROOptimizer:
         unknown = sorted(grads.keys() - set(names))
         missing = [name for name in names if name not in grads]
         if unknown or missing:
-            what = "unknown or frozen" if unknown else "missing"
-            raise UsageError(f"{what} gradients: {', '.join(unknown or missing)}")
+            what = "unknown gradients (or frozen)" if unknown else "missing gradients"
+            raise UsageError(f"{what}: {', '.join(unknown or missing)}")
         for unit in self.trainable_units:
             unit.check_room()
             for name in (*unit.layout.names, *unit.aliases):
@@ -732,7 +771,7 @@ def _settings(config, **given):
         raise UsageError(f"config must be a ZeROConfig, got {type(config).__name__}")
     twice = [name for name, value in given.items() if value is not None]
     if twice:
-        raise UsageError(f"{', '.join(twice)} given by config and by keyword; give one of the two")
+        raise UsageError(f"give {', '.join(twice)} by config or by keyword, not both")
     return {name: getattr(config, name) for name in given}
 
 

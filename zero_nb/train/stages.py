@@ -16,7 +16,7 @@ reduced gradient is the plain sum over rows.
 from abc import ABC, abstractmethod
 from typing import ClassVar, final
 
-from zero_nb.config import UsageError, ZeROStage
+from zero_nb.config import ZeROStage
 
 __all__ = ["STAGES", "Stage", "ZeROStage0", "ZeROStage1", "ZeROStage2", "ZeROStage3"]
 
@@ -30,29 +30,13 @@ class Stage(ABC):
     rule : GroupedRule
         Updates what each rank owns.
     buckets : GradientBuckets
-        Reduce-scatters gradients as backward produces them (stages 2 and 3).
-    reduce_every_micro_batch : bool, optional
-        Whether gradients are reduced after each micro-batch, or held partial until the last one.
-        A stage has its own way; 0 and 3 can be asked for the other one.
-
-    Raises
-    ------
-    UsageError
-        If the stage cannot do what is asked.
+        Reduce-scatters gradients as backward produces them, each alone or in buckets.
     """
 
     number: ClassVar[ZeROStage]
-    own_way: ClassVar[bool]
-    """Whether the stage reduces after every micro-batch unless asked otherwise."""
-    only_way: ClassVar[str] = ""
-    """Why it cannot do otherwise; empty if it can."""
 
-    def __init__(self, world, rule, buckets, reduce_every_micro_batch=None):
+    def __init__(self, world, rule, buckets):
         self.world, self.rule, self.buckets = world, rule, buckets
-        every = self.own_way if reduce_every_micro_batch is None else reduce_every_micro_batch
-        if every != self.own_way and self.only_way:
-            raise UsageError(f"stage {int(self.number)} cannot do that: {self.only_way}")
-        self.reduces_each = every
 
     @abstractmethod
     def init_unit(self, unit, full_RF):
@@ -84,7 +68,6 @@ class ZeROStage0(Stage):
     """Data parallelism: every rank holds and updates everything (the paper's baseline)."""
 
     number = ZeROStage.STAGE_0
-    own_way = False
 
     def init_unit(self, unit, full_RF):
         unit.param = unit.recipe.param.round(full_RF)
@@ -97,15 +80,11 @@ class ZeROStage0(Stage):
         pass  # nothing was gathered
 
     def post_backward(self, unit, grad_RF):
-        if self.reduces_each:
-            grad_RF = unit.to_wire(grad_RF)
-            self.world.all_reduce(grad_RF, fmt=unit.recipe.wire, label=unit.name)
-        unit.accumulate(grad_RF)  # else it stays partial: see [Note: partial gradients]
+        unit.accumulate(grad_RF)  # stays partial: see [Note: partial gradients]
 
     def reduce(self, unit):
-        if not self.reduces_each:
-            unit.grad = unit.to_wire(unit.grad)
-            self.world.all_reduce(unit.grad, fmt=unit.recipe.wire, label=unit.name)
+        wire_RF = unit.to_wire(unit.grad)
+        unit.grad = self.world.all_reduce(wire_RF, fmt=unit.recipe.wire, label=unit.name)
 
     def step(self, unit, grad_scale):
         self.rule.update(unit, grad_scale)
@@ -116,8 +95,6 @@ class ZeROStage1(Stage):
     """P_os: each rank updates only its shard, then the shards are gathered."""
 
     number = ZeROStage.STAGE_1
-    own_way = False
-    only_way = "it holds whole gradients and reduces them once; stage 2 reduces every micro-batch"
 
     def init_unit(self, unit, full_RF):
         unit.param = unit.recipe.param.round(full_RF)
@@ -148,11 +125,6 @@ class ZeROStage2(Stage):
     """P_os+g: each gradient is reduced to its owner as soon as backward has produced it."""
 
     number = ZeROStage.STAGE_2
-    own_way = True
-    only_way = (
-        "its gradients are sharded as soon as they exist, so they are reduced every micro-batch "
-        "(no_sync is illegal); use stage 1 to reduce once"
-    )
 
     def init_unit(self, unit, full_RF):
         unit.param = unit.recipe.param.round(full_RF)
@@ -182,7 +154,6 @@ class ZeROStage3(Stage):
     """P_os+g+p: parameters are gathered before use and dropped after it."""
 
     number = ZeROStage.STAGE_3
-    own_way = True
 
     def init_unit(self, unit, full_RF):
         unit.param = unit.recipe.param.round(self.world.own_shard(full_RF).copy())
@@ -199,15 +170,10 @@ class ZeROStage3(Stage):
         unit.unsharded = None
 
     def post_backward(self, unit, grad_RF):
-        if self.reduces_each:
-            self.buckets.reduce_scatter(unit, grad_RF)
-        else:
-            unit.accumulate(grad_RF)  # no_sync: whole gradients until the last micro-batch
+        self.buckets.reduce_scatter(unit, grad_RF)
 
     def reduce(self, unit):
-        if not self.reduces_each:
-            wire_RF = unit.to_wire(unit.grad)
-            unit.grad = self.world.reduce_scatter(wire_RF, fmt=unit.recipe.wire, label=unit.name)
+        pass  # already reduced to its owners
 
     def step(self, unit, grad_scale):
         self.rule.update(unit, grad_scale)

@@ -341,8 +341,8 @@ class Unit:
         """Refuse a gradient more than the step is made of."""
         if self.batches_held >= self.micro_batches:
             raise UsageError(
-                f"unit {self.name!r} already holds the gradients of all {self.micro_batches} "
-                "micro-batches; call step() or zero_grad() first"
+                f"unit {self.name!r} already holds a gradient of every micro-batch of this step; "
+                "call step() or zero_grad() first"
             )
 
     def _add(self, grad_Rn, columns, *, first):
@@ -370,6 +370,21 @@ class Unit:
         if fmt is FLOAT32:
             return self.recipe.wire.widen(grad_Rn)
         return fmt.round(grad_Rn)
+
+    def as_added(self, grad_RF):
+        """Return a micro-batch's float32 gradient as it is added to others.
+
+        A recipe that keeps both gradients adds the 16-bit one, widened.
+        """
+        if not self.recipe.both_grads:
+            return grad_RF
+        return self.recipe.wire.widen(self.recipe.wire.round(grad_RF))
+
+    def widen_held(self, grad_RX, fmt, micro_batches):
+        """Return a reduced gradient in the format that several micro-batches are added in."""
+        if fmt is FLOAT32 or micro_batches == 1:
+            return grad_RX
+        return fmt.widen(grad_RX)
 
     def drop_gradient(self):
         """Free the gradient."""

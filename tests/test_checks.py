@@ -110,10 +110,12 @@ def test_runs_that_do_not_fit(runs, message):
         check_runs(runs, read=[("g", GRAD, 8)], hyper_rows=3, rows=2)
 
 
-def test_huge_offsets_do_not_wrap():
-    runs = runs_of((0, np.iinfo(np.int64).max - 1, 4, 0))
-    with pytest.raises(ValueError, match="covers g"):
-        check_runs(runs, read=[("g", GRAD, 8)])
+def test_huge_numbers_do_not_wrap():
+    huge = np.iinfo(np.int64).max
+    for bad in ((0, huge - 1, 4, 0), (0, 4, huge, 0), (0, huge, huge, 0)):
+        for runs in (runs_of(bad), runs_of((0, 0, 4, 0), bad)):
+            with pytest.raises(ValueError, match="covers g"):
+                check_runs(runs, read=[("g", GRAD, 8)])
 
 
 @pytest.mark.parametrize("numels", [[], [1], [3, 3, 3, 3], [10, 1, 1, 1, 1, 9], [0, 0, 5], [4] * 7])

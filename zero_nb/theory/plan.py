@@ -398,7 +398,7 @@ def _answer(
     known = cluster.device_bytes is not None
     states = question.states(run)
     total = sum(states.values()) if question.states_only else peak.device()[1]
-    traffic = _traffic(question.models(run)[peak.pipeline_stage], run)
+    traffic = _traffic(question, run, peak.pipeline_stage)
     answer = Plan(
         model=spec.name,
         numel=question.numel,
@@ -472,10 +472,13 @@ def _stage_row(question: _Question, run: Run, total: int, known: bool) -> dict[s
 # --- traffic and time ----------------------------------------------------------------------------
 
 
-def _traffic(model: DeviceModel, run: Run) -> StepTraffic:
+def _traffic(question: _Question, run: Run, pipeline_stage: int) -> StepTraffic:
     """What the device sends for data parallelism."""
+    model = question.models(run)[pipeline_stage]
     units = [model.block_numel] * model.blocks
     units += [model.root_numel] if model.root_numel else []
+    if question.numel != question.spec.numel:  # a bare number has no units to pad
+        units = [model.numel]
     return step_traffic(run.stage, run.dp, units, micro_batches=run.micro_batches)
 
 

@@ -374,7 +374,7 @@ def shape_for(numel: int, vocab: int = 50257, seq: int = 2048) -> ModelSpec:
         heads,
         vocab,
         seq,
-        name=f"{numel:,} parameters",
+        name="GPT-3's proportions",
         source="GPT-3's proportions, arXiv:2005.14165 Table 2.1",
     )
 

@@ -61,7 +61,8 @@ def test_rounding_is_to_nearest_even_between_all_neighbours(fmt):
         below = np.nextafter(middle, np.float32(0)) * np.float32(sign)
         above = np.nextafter(middle, np.float32(np.inf)) * np.float32(sign)
         assert np.array_equal(fmt.round(below)[normal], (low | np.uint16(bit))[normal])
-        assert np.array_equal(fmt.round(above)[normal], (low + np.uint16(1) | np.uint16(bit))[normal])
+        high = low + np.uint16(1) | np.uint16(bit)
+        assert np.array_equal(fmt.round(above)[normal], high[normal])
 
 
 @pytest.mark.parametrize(

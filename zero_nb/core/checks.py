@@ -177,12 +177,12 @@ def check_runs(runs, read=(), written=(), hyper_rows=None, rows=None):
 
 def _raise_outside(runs, name, column, size):
     """Name the first run that leaves its buffer."""
-    start, end = runs[:, column], runs[:, column] + runs[:, NUMEL]
-    bad = int(np.flatnonzero((start < 0) | (end > size))[0])
-    raise ValueError(
-        f"run {bad} covers {name}[{start[bad]}:{end[bad]}], but {name} has {size} elements; "
-        "build the table for these buffers"
-    )
+    for run, (start, numel) in enumerate(runs[:, [column, NUMEL]].tolist()):
+        if start < 0 or start + numel > size:
+            raise ValueError(
+                f"run {run} covers {name}[{start}:{start + numel}], but {name} has {size} "
+                "elements; build the table for these buffers"
+            )
 
 
 def _raise_if_twice(runs, name, column):

@@ -759,26 +759,30 @@ def _sum_of_rows(of_run, runs, of_row):
 def _run_extents(runs, low, high, ascending):
     """Smallest entry and largest end of each column; whether its runs follow one another.
 
-    The end of an offset is the offset plus the run's length, of other columns the entry itself.
-    The number of elements of all runs is returned.
+    The end of an offset is the offset plus the run's length, of other columns the entry itself;
+    entries beyond any buffer count as 2**50, so that nothing wraps. The number of elements of all
+    runs is returned.
     """
+    beyond = np.int64(1 << 50)
     total = np.int64(0)
+    ends = np.empty(RUN_COLUMNS, np.int64)
     for c in range(RUN_COLUMNS):
         low[c] = runs[0, c]
         high[c] = runs[0, c]
         ascending[c] = True
+        ends[c] = min(runs[0, c], beyond)
     for k in range(runs.shape[0]):
-        numel = runs[k, NUMEL]
+        numel = min(runs[k, NUMEL], beyond)
         total += numel
         for c in range(RUN_COLUMNS):
-            start = runs[k, c]
+            start = min(runs[k, c], beyond)
             end = start
             if TARGET <= c and c <= PARAM:
-                end += numel
-                if k > 0 and start < runs[k - 1, c] + runs[k - 1, NUMEL]:
-                    ascending[c] = False
+                ascending[c] = ascending[c] and start >= ends[c]
+                end = start + numel
             low[c] = min(low[c], start)
             high[c] = max(high[c], end)
+            ends[c] = end
     return total
 
 

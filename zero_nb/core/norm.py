@@ -125,23 +125,16 @@ def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
     """
     flat, bounds, total = _prepare(grad, runs, rows, fmt)
     exponent, k = _grid(max_abs, total_numel)
+    _check_numel(total, rows, total_numel)
     sums = np.zeros(rows, np.int64)
     if max_abs == 0:
         return sums
-    if total > max(rows, 1) * total_numel:
-        raise ValueError(
-            f"{total} elements on {rows} rows are more than total_numel {total_numel} on each; "
-            "give the number over all units and ranks"
-        )
     of_run = np.empty((len(runs), 2), np.int64)
     scale = math.ldexp(1.0, k - 2 * exponent)
     launch(_sum_squares, _sum_squares_parallel, total, flat, fmt.code, runs, scale, bounds, of_run)
     seen = int(_sum_of_rows(of_run, runs, sums))
     if not 0 <= seen < 1 << (k + 1):
-        raise ValueError(
-            f"an element is larger than max_abs {max_abs}; take the maximum over all units and "
-            "ranks first"
-        )
+        _raise_larger(max_abs)
     return sums
 
 
@@ -168,8 +161,7 @@ def fixed_to_norm(total, max_abs, total_numel):
         max_abs is not finite, or total is negative.
     """
     exponent, k = _grid(max_abs, total_numel)
-    if total < 0:
-        raise ValueError(f"a sum of squares is not negative, got {total}")
+    _check_sum(total)
     return math.ldexp(math.sqrt(math.ldexp(float(int(total)), -k)), exponent)
 
 
@@ -189,31 +181,79 @@ def sum_powers_fixed(grad, runs, rows, fmt, max_abs, total_numel, p):
     Returns
     -------
     numpy.ndarray
-        int64, shape (rows,).
+        int64, shape (rows,); add these over units and ranks, then :func:`fixed_to_power_norm`.
 
     Raises
     ------
     TypeError, ValueError
-        See :func:`sum_squares_fixed`.
+        See :func:`sum_squares_fixed`; or p is not above 0 and finite.
     """
-    flat, _, _ = _prepare(grad, runs, rows, fmt)
+    flat, _, total = _prepare(grad, runs, rows, fmt)
     _, k = _grid(max_abs, total_numel)
+    _check_power(p)
+    _check_numel(total, rows, total_numel)
     sums = np.zeros(rows, np.int64)
     if max_abs == 0:
         return sums
     for run in runs:
         part = flat[run[GRAD] : run[GRAD] + run[NUMEL]]
         share = np.abs(fmt.widen(part).astype(np.float64)) / max_abs
-        if share.size and share.max() > 1:
-            raise ValueError(
-                f"an element is larger than max_abs {max_abs}; take the maximum over all units "
-                "and ranks first"
-            )
+        if not np.all(share <= 1):
+            _raise_larger(max_abs)
         sums[run[ROW]] += np.rint(np.ldexp(share**p, k)).astype(np.int64).sum()
     return sums
 
 
 def fixed_to_power_norm(total, max_abs, total_numel, p):
-    """Turn the integer sum of powers over all units and ranks into the p-norm (float64)."""
+    """Turn the integer sum of powers over all units and ranks into the p-norm.
+
+    Parameters
+    ----------
+    total : int
+        Sum of the results of :func:`sum_powers_fixed`.
+    max_abs, total_numel, p
+        As given there.
+
+    Returns
+    -------
+    float
+        The p-norm, in float64.
+
+    Raises
+    ------
+    ValueError
+        max_abs is not finite, total is negative, or p is not above 0 and finite.
+    """
     _, k = _grid(max_abs, total_numel)
-    return max_abs * math.ldexp(float(int(total)), -k) ** (1 / p)
+    _check_power(p)
+    _check_sum(total)
+    return float(max_abs) * math.ldexp(float(int(total)), -k) ** (1 / p)
+
+
+def _check_power(p):
+    """Refuse a power without a sum; the infinite one is max_abs itself."""
+    if not (math.isfinite(p) and p > 0):
+        raise ValueError(f"p must be above 0 and finite, got {p}; for infinity take max_abs")
+
+
+def _check_sum(total):
+    """Refuse a sum that no magnitudes give."""
+    if total < 0:
+        raise ValueError(f"a sum of powers of magnitudes is not negative, got {total}")
+
+
+def _check_numel(total, rows, total_numel):
+    """Refuse more elements than the grid leaves room for."""
+    if total > max(rows, 1) * total_numel:
+        raise ValueError(
+            f"{total} elements on {rows} rows are more than total_numel {total_numel} on each; "
+            "give the number over all units and ranks"
+        )
+
+
+def _raise_larger(max_abs):
+    """Say that max_abs is not the largest magnitude."""
+    raise ValueError(
+        f"an element is larger than max_abs {max_abs}, or NaN; take the maximum over all units "
+        "and ranks first"
+    )

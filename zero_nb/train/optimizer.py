@@ -570,7 +570,7 @@ class ZeROOptimizer:
             held = self.accumulation.batches_held(unit)
             if held < self.micro_batches:
                 raise UsageError(
-                    f"no gradient for unit {unit.name!r} yet: {held} of {self.micro_batches} "
+                    f"unit {unit.name!r} has the gradient of {held} of {self.micro_batches} "
                     "micro-batches; run the backward passes before step()"
                 )
 
@@ -701,7 +701,7 @@ class ZeROOptimizer:
         unknown = sorted(grads.keys() - set(names))
         missing = [name for name in names if name not in grads]
         if unknown or missing:
-            what = "unknown gradients (or frozen)" if unknown else "missing gradients"
+            what = "unknown or frozen gradients" if unknown else "missing gradients"
             raise UsageError(f"{what}: {', '.join(unknown or missing)}")
         for unit in self.trainable_units:
             unit.check_room()
@@ -771,7 +771,7 @@ def _settings(config, **given):
         raise UsageError(f"config must be a ZeROConfig, got {type(config).__name__}")
     twice = [name for name, value in given.items() if value is not None]
     if twice:
-        raise UsageError(f"give {', '.join(twice)} by config or by keyword, not both")
+        raise UsageError(f"{', '.join(twice)} given by config and by keyword; give one of the two")
     return {name: getattr(config, name) for name in given}
 
 

@@ -1,0 +1,269 @@
+"""Real processes do what simulated ranks do, to the bit; and when one fails, all end.
+
+pytest itself stays outside MPI: each world is one launch of ``mpi_cases.py``, which prints a JSON
+line a case, and the same functions run here with simulated ranks.
+"""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+import mpi_cases
+from zero_nb.cluster import launch
+from zero_nb.cluster.simulated import SimulatedWorld
+from zero_nb.config import UsageError
+
+CASES_FILE = str(Path(mpi_cases.__file__))
+WORLDS = [(2, 1), (3, 1), (4, 1), (8, 1), (8, 4)]  # world_size, ranks a process
+DEADLINE_S = 2  # of the cases that fail; they make no long pauses themselves
+PURPOSES = ("param", "grad", "control", "other")
+
+if sys.platform == "win32":
+    pytest.skip("MPI runs are started on Linux and macOS only", allow_module_level=True)
+if find_spec("mpi4py") is None and not os.environ.get("CI"):
+    pytest.skip("needs pip install 'zero-nb[mpi]'; never skipped in CI", allow_module_level=True)
+
+
+def run(world_size, local_ranks, *cases, **settings):
+    """Run cases in a world of real processes; return what process 0 printed, line by line."""
+    stdout = io.StringIO()
+    launch.run_mpi(
+        [str(local_ranks), *cases],
+        world_size,
+        local_ranks,
+        program=(CASES_FILE,),
+        stdout=stdout,
+        **({"time_limit_s": 120} | settings),
+    )
+    return [json.loads(line) for line in stdout.getvalue().splitlines()]
+
+
+@cache
+def real(world_size, local_ranks):
+    """What a world of real processes answered, by case."""
+    return {line["case"]: line for line in run(world_size, local_ranks)}
+
+
+@cache
+def simulated(world_size, case):
+    """What the same case gives with simulated ranks."""
+    return json.loads(json.dumps(mpi_cases.CASES[case](SimulatedWorld(world_size))))
+
+
+each_world = pytest.mark.parametrize(("world_size", "local_ranks"), WORLDS, ids=str)
+
+
+# --- the same bits ---------------------------------------------------------------------------
+
+
+@each_world
+@pytest.mark.parametrize("case", mpi_cases.CASES)
+def test_real_processes_give_the_bits_and_the_log_of_simulated_ranks(world_size, local_ranks, case):
+    line = real(world_size, local_ranks)[case]
+    assert line["agree"], "the ranks do not agree with each other"
+    assert line["result"] == simulated(world_size, case)
+
+
+def test_several_ranks_in_each_of_three_processes():
+    cases = ("collectives", "stage 1 bf16 uneven", "stage 3 fp32 uneven")
+    lines = {line["case"]: line["result"] for line in run(6, 2, *cases)}
+    assert {case: lines[case] for case in cases} == {case: simulated(6, case) for case in cases}
+
+
+def test_stages_end_with_the_same_weights_in_real_processes():
+    runs = [real(3, 1)[f"stage {stage}"]["result"] for stage in range(4)]
+    assert len({result["weights_sha256"] for result in runs}) == 1
+    assert len({tuple(map(tuple, result["sent"])) for result in runs}) == 2  # 3 Ψ at stage 3 only
+
+
+# --- what passes through MPI -------------------------------------------------------------------
+
+
+def broadcast_bytes(world_size, local_ranks):
+    """Bytes that a chain saves its last process, by process, over the case "collectives"."""
+    processes = world_size // local_ranks
+    saved = [0] * processes
+    for fmt in mpi_cases.COLLECTIVE_FORMATS:
+        for shard in mpi_cases.COLLECTIVE_SHARDS:
+            for root in mpi_cases.broadcast_roots(world_size):
+                last = (root // local_ranks - 1) % processes
+                saved[last] += world_size * shard * fmt.itemsize
+    return saved
+
+
+@each_world
+def test_bytes_given_to_mpi_are_the_bytes_logged(world_size, local_ranks):
+    """Logged is what every rank sends on a ring; see [Note: what passes through MPI]."""
+    lines = real(world_size, local_ranks)
+    last_case = list(mpi_cases.CASES)[-1]
+    for after, purposes in (("collectives", PURPOSES), (last_case, PURPOSES[:3])):
+        figures = lines[f"figures after {after}"]["result"]
+        saved = broadcast_bytes(world_size, local_ranks)
+        for process, told in enumerate(figures):
+            for purpose in purposes:
+                moved = told["mpi_bytes"][purpose] + told["local_bytes"][purpose]
+                chain = saved[process] if purpose == "other" else 0
+                assert moved + chain == told["logged_bytes"][purpose] > 0, (after, process, purpose)
+            if local_ranks == 1:
+                assert set(told["local_bytes"].values()) == {0}
+            assert told["resident_bytes"] > 10_000_000
+            assert told["ranks"] == [process * local_ranks + i for i in range(local_ranks)]
+            assert told["order_bytes"] > 0
+
+
+# --- failing ---------------------------------------------------------------------------------
+
+
+def left_over(mark):
+    """Processes that were started with `mark` in their environment and still run."""
+    found = []
+    for process in psutil.process_iter(["pid", "name", "status"]):
+        try:
+            if process.info["status"] != psutil.STATUS_ZOMBIE and mark in process.environ():
+                found.append(process.info)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            pass
+    return found
+
+
+def segments():
+    """MPI's files in shared memory that no living process holds."""
+    folder = Path("/dev/shm")
+    held = set()
+    for process in psutil.process_iter(["pid"]):
+        held |= launch.mapped_segments(process.info["pid"])
+    return {str(path) for path in folder.glob("mpich_shm_*")} - held if folder.is_dir() else set()
+
+
+@pytest.fixture
+def clean():
+    """Give a mark for a run's environment; nothing of the run may be left afterwards."""
+    mark, before = f"ZERO_NB_TEST_{uuid.uuid4().hex}", segments()
+    yield {mark: "1"}
+    end = time.monotonic() + 1.0
+    while left_over(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left_over(mark)
+    assert segments() <= before
+
+
+FAILURES = [
+    ("raise", "rank 2 failed after all_reduce of 'head': OSError: the disk is full (mpi_cases.py:"),
+    ("kill", "rank 2: killed by SIGKILL after all_reduce of 'head'"),
+    ("crash", "rank 2: ended by SIGSEGV after all_reduce of 'head' (Fatal Python error: Segm"),
+    ("exit", "rank 2: ended with status 0 after all_reduce of 'head'"),
+    ("detour", "the ranks have diverged: ranks 0, 1 at all_gather of 'loss' (control, 2 elements, "
+               "16 bytes, collective "),
+    ("detour", "; rank 2 at all_reduce of 'detour' (grad, 4 elements, 16 bytes, collective "),
+    ("other size", "rank 2 at all_reduce of 'detour' (grad, 8 elements, 32 bytes, collective "),
+    ("leave early", "rank 2 at all_gather of 'agree'"),
+    ("hang", f" waited {DEADLINE_S} s in all_gather of 'loss' (collective "),
+    ("hang", "rank 2 did not come to it; rank 2 was last heard of after all_reduce of 'head'"),
+    ("stop", "rank 2 did not come to it; rank 2 was last heard of after all_reduce of 'head'"),
+]  # fmt: skip
+
+
+@cache
+def failure(case):
+    """Run a case that fails; return the error, the seconds it took, and what was printed."""
+    mark, before, stdout = f"ZERO_NB_TEST_{uuid.uuid4().hex}", segments(), io.StringIO()
+    start = time.monotonic()
+    with pytest.raises(launch.RunError) as caught:
+        launch.run_mpi(
+            ["1", case], 3, program=(CASES_FILE,), stdout=stdout, time_limit_s=60,
+            env={"TEST_DEADLINE_S": str(DEADLINE_S), mark: "1"},
+        )  # fmt: skip
+    seconds = time.monotonic() - start
+    return str(caught.value), seconds, stdout.getvalue(), left_over(mark), segments() - before
+
+
+@pytest.mark.parametrize(("case", "told"), FAILURES)
+def test_a_rank_that_fails_ends_the_run_with_one_message(case, told):
+    message, seconds, printed, processes, shared_memory = failure(case)
+    assert told in message
+    assert "\n" not in message
+    assert printed == ""
+    assert seconds < DEADLINE_S + 20  # what is not the deadline is starting Python on busy cores
+    assert not processes
+    assert not shared_memory
+
+
+def test_hosted_ranks_fail_together(clean):
+    with pytest.raises(
+        launch.RunError, match=r"^ranks 2-3: killed by SIGKILL after all_reduce of 'head'"
+    ):
+        run(4, 2, "kill", env=clean)
+
+
+def test_what_is_asked_in_vain_is_a_usage_error(clean):
+    with pytest.raises(UsageError, match=r"^there is no stage 7$"):
+        run(2, 1, "impossible", env=clean)
+
+
+def test_time_limit(clean):
+    start = time.monotonic()
+    with pytest.raises(launch.RunError, match="the time limit of 4 s is over; rank 0 "):
+        run(2, 1, "sleep", time_limit_s=4, env=clean)
+    assert time.monotonic() - start < 6
+
+
+def test_a_program_that_breaks_before_it_joins(clean):
+    with pytest.raises(launch.RunError, match="ModuleNotFoundError: No module named 'nowhere'"):
+        launch.run_mpi([], 2, program=("-c", "import nowhere"), env=clean)
+
+
+LAUNCHER = """
+import sys
+from zero_nb.cluster import launch
+try:
+    launch.run_mpi(["1", "sleep"], 2, program=(sys.argv[1],), progress=print)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_launcher_takes_its_processes_with_it(number, clean):
+    """Ctrl-C and a polite kill within a second; they notice themselves if it is killed."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, CASES_FILE], env=os.environ | clean, text=True,
+        stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    mark, end = next(iter(clean)), time.monotonic() + 30
+    while not any(trained(mark)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(left_over(mark)) >= 4, "launcher, mpiexec and two ranks"
+    start = time.monotonic()
+    launcher.send_signal(number)
+    launcher.wait(timeout=10)
+    while left_over(mark) and time.monotonic() - start < 10:
+        time.sleep(0.02)
+    assert time.monotonic() - start < (5.0 if number == signal.SIGKILL else 1.0)
+    out = launcher.stdout.read()
+    launcher.stdout.close()
+    assert ("interrupted" in out) == (number == signal.SIGINT)
+
+
+def trained(mark):
+    """Status files of the run with `mark` that tell of a collective."""
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+            folder = environ.get("ZERO_NB_MPI_FOLDER")
+            if mark in environ and folder:
+                for path in Path(folder).glob("*.status"):
+                    if b"'head'" in path.read_bytes():
+                        yield path
+        except (psutil.Error, OSError):
+            pass

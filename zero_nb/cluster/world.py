@@ -115,7 +115,7 @@ class World(ABC):
     -----
     Sums are taken in float32, in rank order, starting from rank 0's value, and rounded to the
     stored format once; no collective divides (the mean is in the loss). Every world gives the
-    same bits.
+    same bits. A message of no elements (empty parameters) is neither sent nor logged.
     """
 
     def __init__(self, size, ranks):
@@ -178,8 +178,9 @@ class World(ABC):
         """
         purpose = self._booked_as(purpose)
         self._check_full("all_reduce", x_RF, fmt)
-        with self._logged("all_reduce", x_RF.shape[1], fmt.itemsize, purpose, label):
-            self._all_reduce(x_RF, fmt)
+        if x_RF.size:
+            with self._logged("all_reduce", x_RF.shape[1], fmt.itemsize, purpose, label):
+                self._all_reduce(x_RF, fmt)
         return x_RF
 
     def reduce_scatter(self, x_RF, *, purpose="grad", fmt=FLOAT32, label=""):
@@ -198,8 +199,9 @@ class World(ABC):
         purpose = self._booked_as(purpose)
         self._check_full("reduce_scatter", x_RF, fmt)
         out_RS = np.empty((self.hosted, x_RF.shape[1] // self.size), fmt.dtype)
-        with self._logged("reduce_scatter", x_RF.shape[1], fmt.itemsize, purpose, label):
-            self._reduce_scatter(x_RF, fmt, out_RS)
+        if x_RF.size:
+            with self._logged("reduce_scatter", x_RF.shape[1], fmt.itemsize, purpose, label):
+                self._reduce_scatter(x_RF, fmt, out_RS)
         return out_RS
 
     def all_gather(self, x_RS, *, out=None, purpose="param", fmt=FLOAT32, label=""):
@@ -233,6 +235,8 @@ class World(ABC):
                 f"({self.hosted}, {full}), got {_described(out)}"
             )
         self._check_full("all_gather", out, fmt)
+        if not out.size:
+            return out
         in_place = np.may_share_memory(x_RS, out)
         if in_place:
             own = self.own_shard(out)
@@ -267,8 +271,9 @@ class World(ABC):
         if root not in range(self.size):
             raise UsageError(f"broadcast root must be within 0..{self.size - 1}, got {root}")
         self._check_rows("broadcast", x_RN, fmt)
-        with self._logged("broadcast", x_RN.shape[1], fmt.itemsize, purpose, label):
-            self._broadcast(x_RN, root)
+        if x_RN.size:
+            with self._logged("broadcast", x_RN.shape[1], fmt.itemsize, purpose, label):
+                self._broadcast(x_RN, root)
         return x_RN
 
     def all_gather_scalars(self, values_RK, *, purpose="control", label=""):

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +23,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Precision = Enum("Precision", {name: name for name in PRECISIONS}, type=str)
 
 WorldSize = Annotated[int, typer.Option(help="Number of simulated ranks.")]
 Steps = Annotated[int, typer.Option(help="Training steps.")]
@@ -136,6 +133,18 @@ def train(
     steps: Steps = 100,
     precision: PrecisionOption = "bf16",
     data: Annotated[str, typer.Option(help="digits, or a file to read as bytes.")] = "digits",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adam, sgd or momentum (SGD with momentum 0.9).")
+    ] = "adamw",
+    micro_batches: Annotated[
+        int, typer.Option(help="Gradient accumulation: backward passes in one step.")
+    ] = 1,
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="Format gradients travel in, if not the recipe's own.")
+    ] = None,
+    reduce_bucket_size: Annotated[
+        int | None, typer.Option(help="Elements reduced together; by default each unit alone.")
+    ] = None,
     as_json: AsJson = False,
 ):
     """Train a GPT at one stage, then let it draw digits (or write text)."""
@@ -151,6 +160,10 @@ def train(
             steps=steps,
             precision=precision,
             task=task,
+            optimizer=optimizer,
+            micro_batches=micro_batches,
+            reduce_dtype=reduce_dtype,
+            reduce_bucket_size=reduce_bucket_size,
             progress=tick,
         )
     samples = _samples(engine, task)

@@ -15,7 +15,7 @@ from zero_nb.train.data import Digits, TextBytes
 from zero_nb.train.engine import Engine
 from zero_nb.train.ledger import HELD_KINDS
 from zero_nb.train.model import GPT, TrainingPreset
-from zero_nb.train.optim import AdamW, warmup_cosine
+from zero_nb.train.optim import get_rule, warmup_cosine
 from zero_nb.train.presets import PRESETS
 
 __all__ = [
@@ -247,6 +247,10 @@ def train_stage(
     steps=30,
     precision="bf16",
     task=None,
+    optimizer="adamw",
+    micro_batches=1,
+    reduce_dtype=None,
+    reduce_bucket_size=None,
     batch=None,
     seed=0,
     units="block",
@@ -262,9 +266,17 @@ def train_stage(
     world_size : int
         Simulated ranks, unless `world` is given.
     steps : int
-    precision : {"bf16", "fp32"}
+    precision : str
+        One of `zero_nb.config.PRECISIONS`.
     task : Task, optional
         Drawing digits by default.
+    optimizer : {"adamw", "adam", "sgd", "momentum"}
+    micro_batches : int
+        Backward passes in one step.
+    reduce_dtype : str, optional
+        Format gradients travel in, if not the recipe's own.
+    reduce_bucket_size : int, optional
+        Elements reduced together from stage 2 on; by default each unit's gradient alone.
     batch : int, optional
         Samples of the global batch; the preset's by default.
     seed : int
@@ -298,40 +310,62 @@ def train_stage(
     task = digits_task() if task is None else task
     batch = task.training.batch if batch is None else batch
     where = {"world_size": world_size} if world is None else {"world": world}
-    engine = _make_engine(task, stage, precision, schedule_steps or steps, units, seed, **where)
+    engine = _make_engine(
+        task,
+        schedule_steps or steps,
+        optimizer,
+        stage=stage,
+        precision=precision,
+        units=units,
+        seed=seed,
+        micro_batches=micro_batches,
+        reduce_dtype=reduce_dtype,
+        reduce_bucket_size=reduce_bucket_size,
+        **where,
+    )
     reports = []
     for step in range(steps):
         reports.append(engine.train_step(*task.dataset.batch(step, batch, seed)))
         if progress is not None:
             progress(reports[-1])
-    return _stage_run(stage, engine, precision, reports, task.dataset), engine
+    return _stage_run(engine, precision, optimizer, reports, task.dataset), engine
 
 
-def _make_engine(task, stage, precision, steps, units, seed, **where):
+def _make_engine(task, steps, optimizer="adamw", **settings):
     """Return an engine that learns the task as its preset says."""
     training = task.training
     # A run shorter than the preset's keeps its shape: a tenth of it is warm-up.
     warmup = min(training.warmup, max(1, steps // 10))
     return Engine(
         task.model,
-        units=units,
-        seed=seed,
-        stage=stage,
-        precision=precision,
-        rule=AdamW(training.lr, training.betas, training.eps, training.weight_decay),
+        rule=get_rule(
+            optimizer,
+            lr=training.lr,
+            betas=training.betas,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
+        ),
         max_grad_norm=training.max_grad_norm,
         schedule=lambda step: warmup_cosine(
             step, warmup=warmup, total=steps, final=training.min_lr_ratio
         ),
-        **where,
+        **settings,
     )
 
 
-def _stage_run(stage, engine, precision, reports, dataset):
+def _held_precision(precision, micro_batches):
+    """Return the recipe whose bytes are held: several micro-batches are added in float32."""
+    widened = micro_batches > 1 and precision in ("bf16", "fp16")
+    return "bf16-fp32-grads" if widened else precision
+
+
+def _stage_run(engine, precision, optimizer, reports, dataset):
     """Lay the measured figures beside the formulas."""
-    last, size = reports[-1], engine.world.size
+    last, size, stage = reports[-1], engine.world.size, engine.optimizer.stage.number
+    micro_batches = engine.optimizer.micro_batches
     numels = [unit.layout.numel for unit in engine.optimizer.units]
-    formula = memory.model_state_bytes(stage, size, sum(numels), precision)
+    held = _held_precision(precision, micro_batches)
+    formula = memory.model_state_bytes(stage, size, sum(numels), held, optimizer)
     return StageRun(
         stage=int(stage),
         world_size=size,
@@ -343,11 +377,13 @@ def _stage_run(stage, engine, precision, reports, dataset):
         weights_sha256=engine.optimizer.weights_sha256(),
         held_bytes=last.held_bytes,
         formula_bytes=formula.as_dict(),
-        padding_bytes=memory.padding_bytes(stage, size, numels, precision).as_dict(),
+        padding_bytes=memory.padding_bytes(stage, size, numels, held, optimizer).as_dict(),
         peak_bytes=last.peak_bytes,
         largest_bytes=last.largest_bytes,
         elements_sent=last.elements_sent,
-        formula_elements=traffic.elements_per_step(stage, size, numels),
+        formula_elements=traffic.elements_per_step(
+            stage, size, numels, micro_batches=micro_batches
+        ),
         step_seconds=statistics.median(report.seconds for report in reports),
     )
 
@@ -442,7 +478,9 @@ def measure_memory(
     formula, saved = np.zeros_like(held), np.zeros(held.shape)
     for column, size in enumerate(world_sizes):
         for stage in ZeROStage:
-            engine = _make_engine(task, stage, precision, 1, units, 0, world_size=size)
+            engine = _make_engine(
+                task, 1, stage=stage, precision=precision, units=units, world_size=size
+            )
             report = engine.train_step(*task.dataset.batch(0, max(size, task.training.batch)))
             if progress is not None:
                 progress(report)

@@ -7,6 +7,7 @@ line a case, and the same functions run here with simulated ranks.
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,3 +268,88 @@ def trained(mark):
                         yield path
         except (psutil.Error, OSError):
             pass
+
+
+# --- two hosts, as two network namespaces ------------------------------------------------------
+
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+SHELL_FOR_SSH = """#!/bin/sh
+# Called by mpiexec as ssh would be: [-x] ADDRESS COMMAND; runs it in that address's namespace.
+[ "$1" = "-x" ] && shift
+case "$1" in
+    {0}) namespace={2} ;;
+    {1}) namespace={3} ;;
+    *) exit 1 ;;
+esac
+shift
+exec ip netns exec "$namespace" sh -c "$*"
+"""
+
+
+def ip(*words):
+    """Run iproute2."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces joined by a virtual cable; gone afterwards."""
+    if sys.platform != "linux":
+        pytest.skip("network namespaces are a thing of Linux")
+    if os.geteuid() != 0:
+        pytest.skip("only root may make network namespaces")
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command `ip` (iproute2)")
+    name = f"zeronb{os.getpid()}"
+    names = (f"{name}a", f"{name}b")
+    made = []
+    try:
+        try:
+            for namespace in names:
+                ip("netns", "add", namespace)
+                made.append(namespace)
+            ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire",
+               "netns", names[1])  # fmt: skip
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this system makes no network namespaces: {error.stderr.strip()}")
+        for namespace, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "wire")
+            ip("-n", namespace, "link", "set", "lo", "up")
+            ip("-n", namespace, "link", "set", "wire", "up")
+        yield names
+    finally:
+        for namespace in made:
+            ip("netns", "del", namespace)
+
+
+def test_two_hosts_train_over_a_network(hosts, tmp_path, clean):
+    """Under a plain mpiexec with a hostfile, and what the network card counted is what we count."""
+    cases = ("stage 2 bf16 uneven", "stage 3", "collectives")
+    remote_shell = tmp_path / "remote-shell"
+    remote_shell.write_text(SHELL_FOR_SSH.format(*ADDRESSES, *hosts))
+    remote_shell.chmod(0o755)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{address}:1\n" for address in ADDRESSES))
+    command = [
+        "ip", "netns", "exec", hosts[0], launch.find_mpiexec(), "-rmk", "user",
+        "-launcher", "ssh", "-launcher-exec", str(remote_shell), "-localhost", ADDRESSES[0],
+        "-f", str(hostfile), "-n", "2", sys.executable, "-m", "mpi4py", CASES_FILE, "1", *cases,
+    ]  # fmt: skip
+    # Without it MPI finds that both hosts share a memory, and leaves the wire alone.
+    env = os.environ | clean | {"UCX_TLS": "tcp,self", "FI_PROVIDER": "tcp"}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=100, start_new_session=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = {line["case"]: line["result"] for line in map(json.loads, done.stdout.splitlines())}
+    assert {case: lines[case] for case in cases} == {case: simulated(2, case) for case in cases}
+    figures = lines[f"figures after {cases[-1]}"]
+    for namespace, told in zip(hosts, figures, strict=True):
+        counted = sum(told["mpi_bytes"].values()) + told["order_bytes"]
+        statistics = subprocess.run(
+            ["ip", "netns", "exec", namespace, "cat", "/sys/class/net/wire/statistics/tx_bytes"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        # Above it: headers of packets and of MPI's messages, and the meeting at start and end.
+        assert counted <= int(statistics.stdout) <= 1.2 * counted + 300_000

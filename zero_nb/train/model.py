@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import final
 
 import numpy as np
@@ -127,10 +128,13 @@ class Model(ABC):
     layers : tuple of Layer
     blocks : tuple of (str, tuple of str)
         The layers grouped as a learner would: unit name and the names of its layers.
+    tied : dict of str to str
+        Second names of parameters that two layers share; `init` gives one array for both.
     """
 
     layers: tuple[Layer, ...]
     blocks: tuple[tuple[str, tuple[str, ...]], ...]
+    tied: dict[str, str] = MappingProxyType({})
 
     @property
     def shapes(self):
@@ -140,7 +144,9 @@ class Model(ABC):
     @property
     def numel(self):
         """The number of parameters, Ψ (int)."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(
+            math.prod(shape) for name, shape in self.shapes.items() if name not in self.tied
+        )
 
     def forward(self, params, x):
         """Apply all layers.
@@ -572,7 +578,7 @@ class FeedForward(Layer):
 
 @final
 class Head(Layer):
-    """Layer norm and a linear map to one logit a token of the vocabulary; untied, no bias.
+    """Layer norm and a linear map to one logit a token of the vocabulary, no bias.
 
     Kept for backward per rank, in elements: B * T * (D + 1). These are the normalised input (D)
     and 1 / std (1). The B * T * V logits are not kept: their gradient takes their place.
@@ -631,6 +637,8 @@ class GPTConfig:
         Attention heads, H.
     blocks : int
         Number of (attention, feed-forward) pairs.
+    tied : bool
+        Whether the head's weight is the embedding's: one parameter with two names.
 
     Raises
     ------
@@ -643,6 +651,7 @@ class GPTConfig:
     width: int
     heads: int
     blocks: int
+    tied: bool = False
 
     def __post_init__(self):
         for name in ("vocab_size", "seq_len", "width", "heads", "blocks"):
@@ -713,7 +722,7 @@ LESSON_TRAINING = TrainingPreset(steps=30, batch=4, lr=2e-3, warmup=10)
 
 @final
 class GPT(Model):
-    """A small GPT-2: pre-norm blocks, learned positions, GELU in its tanh form, untied head.
+    """A small GPT-2: pre-norm blocks, learned positions, GELU in its tanh form.
 
     Parameters
     ----------
@@ -745,8 +754,13 @@ class GPT(Model):
             layers.extend(pair)
             blocks.append((block, tuple(layer.name for layer in pair)))
         layers.append(Head(config))
-        blocks.append(("head", ("head",)))
+        if config.tied:
+            # The first and the last layer share a weight, so they are gathered together.
+            blocks[0] = ("root", ("embed", "head"))
+        else:
+            blocks.append(("head", ("head",)))
         self.layers, self.blocks = tuple(layers), tuple(blocks)
+        self.tied = {"head.weight": "tok.weight"} if config.tied else {}
 
     def init(self, seed):
         """Draw weights from N(0, 0.02²) as GPT-2; biases 0, layer norms 1. See `Model.init`.
@@ -765,19 +779,23 @@ class GPT(Model):
             else:
                 std = residual if name.endswith((".proj.weight", ".fc2.weight")) else 0.02
                 params[name] = rng.normal(0.0, std, shape).astype(np.float32)
-        return params
+        return params | {alias: params[name] for alias, name in self.tied.items()}
 
     def count(self, targets):
-        """Return the number of target tokens (int)."""
-        return int(np.size(targets))
+        """Return the number of target tokens (int); negative ones are padding and do not count."""
+        return int(np.count_nonzero(np.asarray(targets) >= 0))
 
     def loss(self, y, targets, global_count):
         """Compute the cross entropy of logits ``(R, B, T, V)``; see `Model.loss`.
 
-        `targets` are tokens, ``(R, B, T)``.
+        `targets` are tokens, ``(R, B, T)``; a negative one (such as PyTorch's -100) is padding,
+        which has no loss and no gradient.
         """
         logits = _rows(y)
         picked = targets.reshape(len(targets), -1, 1)
+        padding = picked < 0
+        if padding.any():
+            picked = np.where(padding, 0, picked)
         logits -= np.max(logits, axis=-1, keepdims=True)
         wanted = np.take_along_axis(logits, picked, axis=-1)
         np.exp(logits, out=logits)
@@ -789,6 +807,9 @@ class GPT(Model):
         hit -= 1.0
         np.put_along_axis(logits, picked, hit, axis=-1)
         logits *= 1 / int(global_count)
+        if padding.any():
+            terms[padding] = 0.0
+            logits *= ~padding
         return _sum_per_rank(terms) / int(global_count), logits.reshape(y.shape)
 
 

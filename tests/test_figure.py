@@ -94,8 +94,10 @@ def test_a_long_table_is_cut_and_says_so():
     assert "60 more rows are in the manifest." in page.texts
 
 
-def test_without_numbers_nothing_is_folded_away():
-    assert "details" not in Figure(b"", "", ALT, {})._repr_html_()
+def test_its_sentence_is_folded_away_for_those_who_see_the_picture():
+    page = Page(Figure(b"", "", ALT, {})._repr_html_())
+    assert ALT in page.texts
+    assert "table" not in [tag for tag, _ in page.tags]
 
 
 def test_the_svg_is_deterministic_spoken_and_undated(figure):

@@ -36,8 +36,8 @@ _SHORTEST_ALT = 20
 class Figure:
     """A finished picture. Make one with `render`.
 
-    Shown in a notebook it is the picture and, folded away, a table of its numbers; printed it is
-    the sentence. Nothing in it changes afterwards.
+    Shown in a notebook it is the picture and, folded away, its sentence and its numbers; printed it
+    is the sentence. Nothing in it changes afterwards.
 
     Parameters
     ----------
@@ -88,21 +88,21 @@ class Figure:
         return self.alt
 
     def _repr_html_(self) -> str:
-        """The picture with its sentence, and its numbers folded away."""
+        """The picture with its sentence; the sentence in view and the numbers are folded away."""
         source = base64.b64encode(self.png).decode("ascii")
-        tables = "".join(_tables(self.data))
-        numbers = (
-            f"<details><summary>Numbers behind this picture</summary>{tables}</details>"
-            if tables
-            else ""
+        words = html.escape(self.alt)
+        # The sentence also in view for those who see the picture and want it in words.
+        folded = (
+            "<details><summary>This picture in words and numbers</summary>"
+            f"<p>{words}</p>{''.join(_tables(self.data))}</details>"
         )
         # White behind the picture, since its ink is dark; all other colours are the page's own.
         return (
             '<figure style="margin: 0.5em 0">'
-            f'<img alt="{html.escape(self.alt)}" width="{self.width}" '
+            f'<img alt="{words}" width="{self.width}" '
             'style="max-width: 100%; height: auto; background: #ffffff" '
             f'src="data:image/png;base64,{source}">'
-            f"{numbers}</figure>"
+            f"{folded}</figure>"
         )
 
     def save(self, directory: str | os.PathLike[str], name: str) -> tuple[Path, Path]:

@@ -20,12 +20,12 @@ STEPS = 4 * COMPARED_STEPS + 4 * len(WORLD_SIZES) + PRESETS["digits"].training.s
 """Training steps behind all figures, for a progress bar."""
 
 
-def learn_to_draw(*, world_size=4, steps=None, precision="bf16", seed=0, progress=None):
+def learn_to_draw(*, world_size=4, steps=None, precision="bf16", task=None, seed=0, progress=None):
     """Train at stage 3 until the GPT draws digits, and let a classifier look at them.
 
     Parameters
     ----------
-    world_size, steps, precision, seed, progress
+    world_size, steps, precision, task, seed, progress
         See `zero_nb.compare.train_stage`; the preset's steps by default.
 
     Returns
@@ -36,7 +36,7 @@ def learn_to_draw(*, world_size=4, steps=None, precision="bf16", seed=0, progres
     recognition : Recognition
         By nearest neighbour among the training digits.
     """
-    task = digits_task()
+    task = digits_task() if task is None else task
     run, engine = train_stage(
         3,
         world_size=world_size,

@@ -18,36 +18,47 @@ from zero_nb.train.ledger import HELD_KINDS
 __all__ = ["drawn_digits", "loss_curves", "memory_over_world_size", "stage_bars"]
 
 
-def stage_bars(comparison):
+def stage_bars(comparison, up_to=3):
     """Draw the bytes each stage held beside the paper's formula.
 
     Parameters
     ----------
     comparison : Comparison
+    up_to : int
+        The last stage to show; the places of the others stay empty, to be predicted.
 
     Returns
     -------
     Figure
-        Stacked bars of measured model states, a tick where formula and padding put the top of
-        each, and a thin bar of activations, which no stage changes.
+        Stacked bars of measured model states, a black line where formula and padding put the top
+        of each, and a thin bar of activations, which ZeRO does not shard.
+
+    Raises
+    ------
+    ValueError
+        If `up_to` is no stage.
     """
+    if up_to not in range(len(comparison.stages)):
+        raise ValueError(f"up_to must be a stage from 0 to 3, got {up_to!r}")
+    shown, hidden = comparison.stages[: up_to + 1], comparison.stages[up_to + 1 :]
     data = {
         f"stage {run.stage}": {
             **{f"held {kind} bytes": run.held_bytes[kind] for kind in HELD_KINDS},
-            "formula and padding bytes": sum(run.formula_bytes.values())
-            + sum(run.padding_bytes.values()),
+            "formula and padding bytes": _formula_bytes(run),
             "activation bytes": run.largest_bytes["activation"],
         }
-        for run in comparison.stages
+        for run in shown
     }
-    first = comparison.stages[0].held_total
+    first = shown[0].held_total
     with sheet(8.6, 4.6) as (fig, ax):
-        top = max(max(d["activation bytes"] for d in data.values()), first)
         ax.set_ylim(0, 1.12 * first)
-        ax.set_xlim(-0.5, 4.1)
-        for run in comparison.stages:
+        ax.set_xlim(-0.5, 4.15)
+        for run in shown:
             _stack(ax, run, first)
-            _activations(ax, run, data[f"stage {run.stage}"]["activation bytes"], top, first)
+            _activations(ax, run, first)
+        for run in hidden:
+            _empty_place(ax, run.stage, first)
+        _label_activations(ax, shown, hidden, first)
         ax.set_xticks(range(4), [f"stage {run.stage}" for run in comparison.stages])
         ax.tick_params(axis="x", length=0)
         bytes_axis(ax.yaxis)
@@ -56,21 +67,53 @@ def stage_bars(comparison):
             f"Held by each of {comparison.world_size} ranks, measured "
             f"({comparison.numel:,} parameters, {comparison.precision})"
         )
+        fig.supxlabel(_caption(shown), fontsize="small")
+        return render(fig, _bars_alt(comparison.world_size, shown, hidden), data)
+
+
+def _formula_bytes(run):
+    """What the paper's formula and the padding put on one rank, in bytes."""
+    return sum(run.formula_bytes.values()) + sum(run.padding_bytes.values())
+
+
+def _caption(shown):
+    """Name the black lines and the thin bars."""
+    padded = any(sum(run.padding_bytes.values()) for run in shown)
+    formula = "the paper's formula" + (" with padding" if padded else "")
+    return f"black lines: {formula}; thin grey bars: activations, which no stage shards"
+
+
+def _bars_alt(world_size, shown, hidden):
+    """Say what the bars show, from their numbers."""
+    first = shown[0]
+    kinds = ", ".join(
+        f"{KINDS[kind].label} {format_bytes(first.held_bytes[kind])}" for kind in HELD_KINDS
+    )
+    said = [
+        f"Stacked bars of the model states that one of {world_size} ranks holds.",
+        f"Stage 0 holds {format_bytes(first.held_total)}: {kinds}.",
+    ]
+    if shown[1:]:
         shares = ", ".join(
-            f"stage {run.stage} {run.held_total / first:.1%}" for run in comparison.stages[1:]
+            f"stage {run.stage} {run.held_total / first.held_total:.1%}" for run in shown[1:]
         )
-        return render(
-            fig,
-            f"Stacked bars of the model states one of {comparison.world_size} ranks holds. "
-            f"Stage 0 holds {format_bytes(first)}; of that {shares}. Black ticks mark the paper's "
-            "formula with padding; each touches the top of its bar. A thin bar of activations "
-            "beside each stage is the same everywhere.",
-            data,
-        )
+        said.append(f"Of these bytes there remain: {shares}.")
+    if hidden:
+        names = ", ".join(str(run.stage) for run in hidden)
+        said.append(f"Empty places with question marks wait for the bars of stages {names}.")
+    touching = all(run.held_total == _formula_bytes(run) for run in shown)
+    said.append(
+        "A black line, the paper's formula, "
+        + ("lies on the top of each bar." if touching else "misses the top of some bar.")
+    )
+    sizes = {run.largest_bytes["activation"] for run in shown}
+    bar = f"A thin bar beside each stage shows activations, {format_bytes(max(sizes))}"
+    said.append(f"{bar} at every stage." if len(sizes) == 1 else f"{bar} at most.")
+    return " ".join(said)
 
 
 def _stack(ax, run, first):
-    """Draw one stage's held bytes, its total above, and the formula's tick."""
+    """Draw one stage's held bytes, its total above, and the formula's line."""
     base = 0
     for kind in HELD_KINDS:
         (bar,) = ax.bar(run.stage, run.held_bytes[kind], 0.68, bottom=base, **KINDS[kind].bar)
@@ -78,42 +121,64 @@ def _stack(ax, run, first):
             ax, bar, f"{KINDS[kind].label}\n{format_bytes(run.held_bytes[kind])}", smallest=0.085
         )
         base += run.held_bytes[kind]
-    formula = sum(run.formula_bytes.values()) + sum(run.padding_bytes.values())
-    ax.plot([run.stage - 0.36, run.stage + 0.36], [formula, formula], color="#000000", lw=1.6)
+    formula = _formula_bytes(run)
+    ax.plot([run.stage - 0.37, run.stage + 0.37], [formula, formula], **_FORMULA)
     share = "" if run.stage == 0 else f"  ({run.held_total / first:.0%})"
     ax.text(
         run.stage,
-        base + 0.02 * first,
+        max(base, formula) + 0.02 * first,
         f"{format_bytes(base)}{share}",
         ha="center",
         va="bottom",
         fontweight="bold",
     )
-    if run.stage == 0:
-        ax.annotate(
-            "formula",
-            (run.stage + 0.36, formula),
-            xytext=(3, -9),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-        )
 
 
-def _activations(ax, run, held, top, first):
+_FORMULA = {"color": "#000000", "linewidth": 1.6, "solid_capstyle": "butt"}
+
+
+def _empty_place(ax, stage, first):
+    """Leave a dashed place for a bar that is to be predicted."""
+    ax.bar(
+        stage,
+        first,
+        0.68,
+        facecolor="none",
+        edgecolor="#888888",
+        linewidth=1.0,
+        linestyle=(0, (4, 4)),
+    )
+    ax.text(stage, first / 2, "?", ha="center", va="center", fontsize=28, color="#666666")
+
+
+_ACTIVATIONS_AT = 0.42
+_ACTIVATIONS_CUT = 1.06
+
+
+def _activations(ax, run, first):
     """Draw the thin bar of activations, cut where it is taller than the picture."""
-    x, height = run.stage + 0.42, min(held, 1.06 * first)
-    ax.bar(x, height, 0.08, **KINDS["activation"].bar)
-    if run.stage == 3:
-        cut = " (bar cut)" if height < held else ""
-        ax.annotate(
-            f"activations\n{format_bytes(held)}{cut},\nthe same at\nevery stage",
-            (x + 0.05, height * 0.82),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize="small",
-        )
+    height = min(run.largest_bytes["activation"], _ACTIVATIONS_CUT * first)
+    ax.bar(run.stage + _ACTIVATIONS_AT, height, 0.08, **KINDS["activation"].bar)
+
+
+def _label_activations(ax, shown, hidden, first):
+    """Name the thin bars beside the last one shown."""
+    sizes = {run.largest_bytes["activation"] for run in shown}
+    cut = " (bar cut)" if max(sizes) > _ACTIVATIONS_CUT * first else ""
+    words = ["activations", format_bytes(max(sizes)) + cut]
+    if len(shown) > 1:
+        words += ["the same at", "every stage"] if len(sizes) == 1 else ["at most"]
+    # Between two bars there is room for a line that runs upwards.
+    separator, rotation = (" ", 90) if hidden else ("\n", 0)
+    ax.annotate(
+        separator.join(words),
+        (shown[-1].stage + _ACTIVATIONS_AT + 0.04, 0.0),
+        xytext=(4, 4),
+        textcoords="offset points",
+        va="bottom",
+        rotation=rotation,
+        fontsize="small",
+    )
 
 
 def memory_over_world_size(grid):
@@ -151,12 +216,17 @@ def memory_over_world_size(grid):
             fontsize="small",
         )
         last = {s: grid.held_bytes[s, -1] / grid.held_bytes[0, -1] for s in (1, 2, 3)}
+        exact = np.array_equal(grid.held_bytes, grid.formula_bytes)
         return render(
             fig,
             f"Two panels over world sizes {', '.join(map(str, sizes))}. Left: measured bytes of "
-            f"model states per rank fall with each stage; with {sizes[-1]} ranks stage 1 holds "
-            f"{last[1]:.1%}, stage 2 {last[2]:.1%} and stage 3 {last[3]:.1%} of stage 0. Right: "
-            "the saved fraction. Every measured marker lies on the formula's line.",
+            f"model states per rank; with {sizes[-1]} ranks stage 1 holds {last[1]:.1%}, stage 2 "
+            f"{last[2]:.1%} and stage 3 {last[3]:.1%} of stage 0. Right: the saved fraction. "
+            + (
+                "Every measured marker lies on the formula's line."
+                if exact
+                else "Not every measured marker lies on the formula's line."
+            ),
             {
                 "world sizes": sizes,
                 **{f"stage {s} held bytes": grid.held_bytes[s] for s in range(4)},
@@ -213,7 +283,7 @@ def loss_curves(comparison):
         return render(
             fig,
             f"Training loss over {comparison.steps} steps for stages 0 to 3: it falls from "
-            f"{first[0]:.2f} to {first[-1]:.2f} nats per token, and the four curves lie "
+            f"{first[0]:.1f} to {first[-1]:.1f} nats per token, and the four curves lie "
             + ("exactly on one another." if equal else "apart."),
             {"step": steps} | {f"stage {r.stage} loss": r.losses for r in comparison.stages},
         )
@@ -234,8 +304,8 @@ def drawn_digits(drawing, recognition, per_class=6):
     Figure
     """
     side = drawing.images.shape[1]
-    rows = min(per_class, int(np.bincount(drawing.labels).min()))
-    classes = np.unique(drawing.labels)
+    classes, counts = np.unique(drawing.labels, return_counts=True)
+    rows = min(per_class, int(counts.min()))
     canvas = np.zeros((rows * (side + 1) - 1, len(classes) * (side + 1) - 1))
     for column, digit in enumerate(classes):
         for row, image in enumerate(drawing.images[drawing.labels == digit][:rows]):

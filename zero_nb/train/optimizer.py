@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import final
 
 import numpy as np
@@ -542,6 +543,7 @@ class ZeROOptimizer:
         if not self._reduced:
             for unit in reversed(units):
                 self.accumulation.reduce(unit)
+            self._reduced = True  # whatever fails from here on, the step can be repeated
         loss_scale = self.loss_scale
         largest = largest_gradient(self.world, units, left_out)
         finite = math.isfinite(largest)
@@ -591,7 +593,13 @@ class ZeROOptimizer:
     def _apply(self, units, grad_scale, left_out):
         """Update every trainable unit."""
         if self.schedule is not None:
-            self.rule.lr_factor = float(self.schedule(self.steps_done))
+            factor = self.schedule(self.steps_done)
+            if not (isinstance(factor, Real) and math.isfinite(factor) and factor >= 0):
+                raise UsageError(
+                    f"the schedule must return a finite factor of at least 0, got {factor!r} at "
+                    f"step {self.steps_done}"
+                )
+            self.rule.lr_factor = float(factor)
         self.rule.begin_step(left_out)
         for unit in units:
             self.stage.step(unit, grad_scale)

@@ -467,20 +467,25 @@ class ZeROOptimizer:
         ----------
         grads : mapping of str to ndarray
             Every trainable parameter's full gradient, float32, without a rank axis.
+
+        Raises
+        ------
+        UsageError
+            If a gradient is missing, unknown, or of another shape or dtype, or if gradients are
+            held already; nothing is taken then.
         """
         self._check_grads(grads, lead=())
+        if any(self.accumulation.batches_held(unit) for unit in self.trainable_units):
+            raise UsageError("gradients are held already; call step() or zero_grad() first")
         for unit in self.trainable_units:
-            shards = named.partition_gradients(
-                {name: grads[name] for name in unit.layout.names}, self.world
-            )
             if unit.optim.width == unit.layout.padded_numel:
-                full = named.all_gather_gradients(shards, self.world)
                 buffer = GradientBuffer(unit)
                 for name, target in buffer.targets(unit.layout.names).items():
-                    target[...] = full[name]
+                    target[...] = grads[name]
                 grad_RX = buffer.finish()
             else:
-                grad_RX = shards.shard_RS
+                own = {name: grads[name] for name in unit.layout.names}
+                grad_RX = named.partition_gradients(own, self.world).shard_RS
             unit.accumulate(grad_RX)
             unit.batches_held = unit.micro_batches
         self._used.update(name for name in grads if name not in self.aliases)
@@ -718,14 +723,14 @@ class ZeROOptimizer:
                     shape = unit.layout.shapes[
                         unit.layout.names.index(unit.aliases.get(name, name))
                     ]
-                    _check_grad(name, grads[name], (*lead, *shape))
+                    _check_grad(name, grads[name], (*lead, *shape), by_rank=bool(lead))
 
 
-def _check_grad(name, grad, want):
+def _check_grad(name, grad, want, *, by_rank=True):
     """Refuse one gradient that does not fit, or one row of a list."""
-    if grad is None:
+    if grad is None and by_rank:
         return
-    if isinstance(grad, list):
+    if isinstance(grad, list) and by_rank:
         if len(grad) != want[0]:
             raise UsageError(
                 f"the gradient of {name!r} is a list of {len(grad)}; one entry a hosted rank is "
@@ -735,11 +740,10 @@ def _check_grad(name, grad, want):
             _check_grad(name, row, want[1:])
         return
     dtype = getattr(grad, "dtype", None)
-    if np.shape(grad) != want or dtype != np.float32:
-        raise UsageError(
-            f"the gradient of {name!r} must be float32 {want}, one row a rank; "
-            f"got {dtype} {np.shape(grad)}"
-        )
+    if dtype != np.float32 or np.shape(grad) != want:
+        got = type(grad).__name__ if dtype is None else f"{dtype} {np.shape(grad)}"
+        rows = ", one row a rank" if by_rank else ", without a rank axis"
+        raise UsageError(f"the gradient of {name!r} must be float32 {want}{rows}; got {got}")
 
 
 def _is_unused(grad):

@@ -11,6 +11,8 @@ differ in the last digits. Stage 0 can be asked to go ranks first, stage 3 micro
 
 from typing import final
 
+import numpy as np
+
 from zero_nb.config import UsageError, ZeROStage
 
 __all__ = ["Accumulation"]
@@ -89,7 +91,8 @@ class Accumulation:
         if total is None:
             total = unit.ledger.register(grad, "grad", unit.name)
         else:
-            total += grad
+            with np.errstate(over="ignore", invalid="ignore"):  # the finite check sees to it
+                total += grad
         if done + 1 == self.micro_batches:
             return total
         self._sums[unit.name] = (done + 1, total)

@@ -77,8 +77,9 @@ class GradientBuffer:
 
     def add_up(self):
         """Add what later users of a parameter wrote."""
-        for view, more in self._more:
-            view += more
+        with np.errstate(over="ignore", invalid="ignore"):  # the finite check sees to it
+            for view, more in self._more:
+                view += more
         self._more.clear()
 
     def finish(self):

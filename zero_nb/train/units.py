@@ -361,7 +361,8 @@ class Unit:
         if first:
             self.grad[:, columns] = held
         else:
-            self.grad[:, columns] += held
+            with np.errstate(over="ignore", invalid="ignore"):  # the finite check sees to it
+                self.grad[:, columns] += held
 
     def _as(self, grad_Rn, fmt):
         """Return a gradient, float32 or on the wire, in a format."""

@@ -210,6 +210,8 @@ class ZeROOptimizer:
         self.names = (*params, *self.aliases)
         self.steps_done = self.skipped_steps = 0
         self.held_bytes = None
+        self._sent_bytes = self._sent_before = 0
+        self._note_sent()  # a world may have been used before
         self._gathered = {}
         self._used = set()
         self._reduced = False
@@ -561,6 +563,7 @@ class ZeROOptimizer:
             grad_scale = 0.0
         self.zero_grad()
         self.ledger.phase = "outside"
+        self._note_sent()
         self._count(finite, loss_scale)
         return StepResult(
             applied=finite,
@@ -703,7 +706,14 @@ class ZeROOptimizer:
             From the ledger, at the last moment gradients were complete.
         """
         held = self.held_bytes or self.ledger.held_bytes()
-        return ZeROMemoryStats.from_held(held, self.units, self.world)
+        return ZeROMemoryStats.from_held(
+            held, self.units, sent_bytes=self._sent_bytes, micro_batches=self.micro_batches
+        )
+
+    def _note_sent(self):
+        """Keep how many bytes of parameters and gradients were sent since the last step's end."""
+        total = self.world.log.total_bytes["param"] + self.world.log.total_bytes["grad"]
+        self._sent_bytes, self._sent_before = total - self._sent_before, total
 
     def _check_grads(self, grads, *, lead=None):
         """Refuse gradients that do not fit the parameters, before anything is taken."""

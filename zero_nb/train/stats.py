@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import final
 
+from zero_nb.core.precision import FLOAT32
+
 __all__ = ["ZeROMemoryStats"]
 
 
@@ -36,7 +38,7 @@ class ZeROMemoryStats:
         return self.total_memory_saved
 
     @classmethod
-    def from_held(cls, held_bytes, units, world):
+    def from_held(cls, held_bytes, units, *, sent_bytes=0, micro_batches=1):
         """Compare the ledger's bytes with the same flat_params replicated on every rank.
 
         Parameters
@@ -44,26 +46,32 @@ class ZeROMemoryStats:
         held_bytes : dict
             ``param``, ``grad`` and ``optim`` bytes on the fullest rank, with gradients held.
         units : sequence of Unit
-        world : World
-            Its log holds the last training step.
+        sent_bytes : int
+            Parameters and gradients one rank sent in the last step; 0 if there was none.
+        micro_batches : int
+            Several are added in float32, whatever the recipe.
         """
         replicated = {"param": 0, "grad": 0, "optim": 0}
         baseline_sent = 0
         for unit in units:
             padded, recipe = unit.layout.padded_numel, unit.recipe
             replicated["param"] += padded * recipe.param.itemsize
-            replicated["grad"] += padded * recipe.grad.itemsize
             replicated["optim"] += padded * sum(
                 array.itemsize for array in unit.optim.arrays().values()
             )
+            if not unit.trainable:
+                continue
+            held = FLOAT32 if micro_batches > 1 else recipe.grad
+            both = recipe.wire.itemsize if recipe.both_grads else 0
+            replicated["grad"] += padded * (held.itemsize + both)
             # Plain data parallelism all-reduces each gradient: 2 (W-1)/W of it on a ring.
-            baseline_sent += 2 * (padded // world.size) * (world.size - 1) * recipe.wire.itemsize
-        sent = world.log.bytes_sent("param", "grad")
+            others = unit.layout.shard_numel * (unit.world.size - 1)
+            baseline_sent += 2 * others * recipe.wire.itemsize
         return cls(
             optimizer_memory_saved=replicated["optim"] - held_bytes["optim"],
             gradient_memory_saved=replicated["grad"] - held_bytes["grad"],
             parameter_memory_saved=replicated["param"] - held_bytes["param"],
-            communication_overhead=sent - baseline_sent if sent else 0,
+            communication_overhead=sent_bytes - baseline_sent if sent_bytes else 0,
         )
 
     def _repr_html_(self):

@@ -384,6 +384,10 @@ def _index_groups(rule, names, groups):
     """Map each parameter to its group, refusing options and names that do not fit."""
     group_of = {}
     for index, group in enumerate(groups):
+        if not isinstance(group, ParameterGroup) or isinstance(group.names, str):
+            raise UsageError(
+                f"group {index} must be a ParameterGroup of a tuple of names, got {group!r}"
+            )
         unknown = sorted(group.options.keys() - rule.options.keys())
         if unknown or "nesterov" in group.options:
             raise UsageError(

@@ -6,7 +6,7 @@ Shape suffixes: R ranks hosted here, F padded flat length of a unit, S = F // wo
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 
 from zero_nb.cluster.simulated import SimulatedWorld
+from zero_nb.cluster.world import World
 from zero_nb.config import UsageError, ZeROConfig, ZeROStage, check_at_least_one
 from zero_nb.core import flat
 from zero_nb.core.precision import FLOAT32
@@ -195,15 +196,21 @@ class ZeROOptimizer:
         self.norm_type = check_norm_type(norm_type)
         if loss_scale is None and self.recipe.loss_scaling:
             loss_scale = DynamicLossScale()
-        self.scaler = loss_scale
+        self.scaler = _check_kind("loss_scale", loss_scale, DynamicLossScale)
         self.schedule = schedule
+        if schedule is not None and not callable(schedule):
+            raise UsageError(f"schedule must be a function of the step or None, got {schedule!r}")
         trainable = tuple(name for name in params if name not in frozen)
         self.rule = GroupedRule(
             AdamW() if rule is None else rule, trainable, groups, rounded_start=rounded_start
         )
         grouped = group_by_unit(tuple(params), self._canonical_units(units, params))
         layouts = self._layouts(grouped, params, frozen, keep_fp32)
-        self.ledger = Ledger(self.world.hosted) if ledger is None else ledger
+        self.ledger = _check_kind("ledger", ledger, Ledger) or Ledger(self.world.hosted)
+        if self.ledger.hosted != self.world.hosted:
+            raise UsageError(
+                f"the ledger counts {self.ledger.hosted} ranks, the world hosts {self.world.hosted}"
+            )
         self.buckets = self._make_buckets(settings, [layout for _, layout, *_ in layouts])
         self.stage = STAGES[settings["stage"]](self.world, self.rule, self.buckets)
         self.accumulation = Accumulation(self.stage, self.micro_batches, reduce_every_micro_batch)
@@ -222,6 +229,8 @@ class ZeROOptimizer:
 
     def _own_names(self, what, chosen, params):
         """Return a set of parameter names, aliases resolved, refusing unknown ones."""
+        if isinstance(chosen, str) or not isinstance(chosen, Iterable):
+            raise UsageError(f"{what} must be a collection of parameter names, got {chosen!r}")
         names = {self.aliases.get(name, name) for name in chosen}
         unknown = sorted(names - set(params))
         if unknown:
@@ -232,6 +241,8 @@ class ZeROOptimizer:
         """Name each tied parameter once, in the first unit that has it."""
         if units is None:
             return {"model": tuple(params)}
+        if not isinstance(units, Mapping) or any(isinstance(m, str) for m in units.values()):
+            raise UsageError(f"units must map a unit's name to a list of names, got {units!r}")
         return {
             unit: tuple(name for name in members if name not in self.aliases)
             for unit, members in units.items()
@@ -798,9 +809,16 @@ def _settings(config, **given):
     return {name: getattr(config, name) for name in given}
 
 
+def _check_kind(name, given, kind):
+    """Return what was given if it is None or of its kind."""
+    if given is not None and not isinstance(given, kind):
+        raise UsageError(f"{name} must be a {kind.__name__} or None, got {given!r}")
+    return given
+
+
 def _check_world(world, world_size):
     """Return the world to run in."""
-    if world is None:
+    if _check_kind("world", world, World) is None:
         return SimulatedWorld(world_size)
     if world_size not in (1, world.size):
         raise UsageError(f"world_size {world_size} does not fit {world!r}; give one of the two")

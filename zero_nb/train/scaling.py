@@ -12,6 +12,7 @@ anything: a rank that skipped alone would train another model from then on.
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import final
 
 import numpy as np
@@ -122,7 +123,8 @@ def check_max_grad_norm(max_grad_norm):
     """Return `max_grad_norm` as a float or None, or say what is wrong with it."""
     if max_grad_norm is None:
         return None
-    if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+    number = isinstance(max_grad_norm, Real)
+    if not (number and math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise UsageError(
             f"max_grad_norm must be a finite number above 0, or None for no clipping; "
             f"got {max_grad_norm!r}"
@@ -132,7 +134,7 @@ def check_max_grad_norm(max_grad_norm):
 
 def check_norm_type(p):
     """Return `p` as a float if it names a norm, or say what is wrong with it."""
-    if not p > 0:
+    if not (isinstance(p, Real) and p > 0):
         raise UsageError(f"norm_type must be above 0 (2, 1, inf, ...), got {p!r}")
     return float(p)
 

@@ -6,9 +6,11 @@ Shape suffixes: R ranks hosted here, F padded flat length of a unit, S = F // wo
 import hashlib
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from numbers import Real
 from typing import final
 
@@ -22,8 +24,8 @@ from zero_nb.core.precision import FLOAT32
 from zero_nb.train import named, snapshot
 from zero_nb.train.accumulation import Accumulation
 from zero_nb.train.buckets import GradientBuckets, GradientBuffer
-from zero_nb.train.ledger import Ledger
-from zero_nb.train.optim import AdamW, GroupedRule
+from zero_nb.train.ledger import Ledger, owner_of
+from zero_nb.train.optim import AdamW, GroupedRule, ParameterGroup
 from zero_nb.train.recipes import RECIPES, get_recipe
 from zero_nb.train.scaling import (
     DynamicLossScale,
@@ -80,7 +82,7 @@ class ZeROOptimizer:
     params : mapping of str to ndarray
         Initial parameters by name, float32, without a rank axis; copied, rank 0's count. Any
         shapes: 0-d, empty, Fortran-ordered (read in C order). Two names for one array are tied:
-        one parameter, whose gradients are added.
+        one parameter, whose gradients are added. (Two views of one array are refused.)
     config : ZeROConfig, optional
         Gives stage, world_size, precision, micro_batches, reduce_bucket_size and overlap_comm;
         or give them by keyword.
@@ -309,7 +311,8 @@ class ZeROOptimizer:
 
         Setting it gives every group this learning rate.
         """
-        return self.rule.options(self.rule.groups[0])["lr"]
+        first = self.rule.groups[0] if self.rule.groups else ParameterGroup(())
+        return self.rule.options(first)["lr"]
 
     @lr.setter
     def lr(self, value):
@@ -843,4 +846,19 @@ def _check_params(params):
             own[name] = array
         else:
             aliases[name] = first
+    _check_apart(own)
     return own, aliases
+
+
+def _check_apart(params):
+    """Refuse two arrays that share memory without being one array: they would train apart."""
+    of_owner = defaultdict(list)
+    for name, array in params.items():
+        of_owner[id(owner_of(array))].append(name)
+    for names in of_owner.values():
+        for one, other in combinations(names, 2):
+            if np.shares_memory(params[one], params[other]):
+                raise UsageError(
+                    f"parameters {one!r} and {other!r} share memory but are two arrays; give the "
+                    "same array under both names to tie them, or a copy to train them apart"
+                )

@@ -218,7 +218,10 @@ def _agree_on_folder(world, directory, step, leads):
     def prepare():
         if not leads:
             return 0
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
+        for path in made:
+            _sync_folder(path.parent)
         for path in directory.iterdir():
             if path.name.startswith((_SAVING, _PRUNED)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -399,13 +399,12 @@ class Incoming:
             for unit in optimizer.units
             for index, name in enumerate(unit.layout.names)
         }
-        # Copies of what is there, so that padding, which is in no piece, stays as it is.
         self._arrays, self._missing = {}, {}
         for unit in optimizer.units:
             spans = [span for rank in optimizer.world.ranks for span in unit.layout.spans(rank)]
             owned = sum(stop - start for start, stop, _ in spans)
             for kind, own_RS, _ in _stored(unit):
-                self._arrays[unit.name, kind] = np.array(own_RS, order="C")
+                self._arrays[unit.name, kind] = np.zeros(own_RS.shape, own_RS.dtype)
                 self._missing[unit.name, kind] = owned
 
     def _overlap(self, name, start, stop):
@@ -481,9 +480,11 @@ class Incoming:
             self._spread(unit, array_RX, self._arrays[unit.name, _OPTIM + moment], FLOAT32)
 
     def _spread(self, unit, array_RX, own_RS, fmt):
-        """Write own slices; where the array is replicated, make them known to all ranks."""
+        """Write own slices, not their padding; of a replicated array every rank gets all."""
         own = unit.own(array_RX)
-        own[...] = own_RS
+        for row, rank in enumerate(self._optimizer.world.ranks):
+            real = slice(0, max(0, unit.layout.numel - rank * unit.layout.shard_numel))
+            own[row, real] = own_RS[row, real]
         if array_RX.shape[1] != unit.layout.shard_numel:
             self._optimizer.world.all_gather(
                 own, out=array_RX, purpose="other", fmt=fmt, label=unit.name

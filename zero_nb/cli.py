@@ -1,6 +1,7 @@
 """The zero-nb command: compare stages, train one, draw the figures, open JupyterLab."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from zero_nb.cluster import launch
 from zero_nb.config import PRECISIONS, UsageError, ZeROStage, check_world_size
 
 __all__ = ["app", "main"]
@@ -36,6 +38,10 @@ def main():
         app(standalone_mode=False)
     except UsageError as error:
         _fail(str(error))
+    except launch.RunError as error:
+        if os.environ.get("ZERO_NB_DEBUG"):
+            sys.stderr.write(error.details)
+        _fail(str(error), 1)
     except typer.Abort:
         sys.exit(130)
     except KeyboardInterrupt:
@@ -125,11 +131,13 @@ def _print_comparison(comparison):
 
 @app.command(
     epilog="Example: zero-nb train --stage 3 --world-size 4 --steps 400, "
-    "or zero-nb train --data README.md --stage 2 --json"
+    "or zero-nb train --data README.md --stage 2 --json, or zero-nb train --engine mpi"
 )
 def train(
     stage: Annotated[str, typer.Option(help="ZeRO stage: 0, 1, 2 or 3.")] = "3",
-    world_size: WorldSize = 4,
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of ranks; 4, or as many as a launcher started.")
+    ] = None,
     steps: Steps = 100,
     precision: PrecisionOption = "bf16",
     data: Annotated[str, typer.Option(help="digits, or a file to read as bytes.")] = "digits",
@@ -145,32 +153,100 @@ def train(
     reduce_bucket_size: Annotated[
         int | None, typer.Option(help="Elements reduced together; by default each unit alone.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="simulated: all ranks in this process; mpi: real processes.")
+    ] = "simulated",
+    local_ranks: Annotated[int, typer.Option(help="With mpi: ranks hosted by each process.")] = 1,
+    deadline: Annotated[
+        float, typer.Option(help="With mpi: seconds a rank waits for another before all end.")
+    ] = 120.0,
+    time_limit: Annotated[
+        float | None, typer.Option(help="With mpi: seconds after which the run is ended.")
+    ] = None,
     as_json: AsJson = False,
 ):
     """Train a GPT at one stage, then let it draw digits (or write text)."""
+    chosen = ZeROStage.parse(stage)
+    if engine not in ("simulated", "mpi"):
+        raise UsageError(f"unknown engine {engine!r}; choose simulated or mpi")
+    if engine == "mpi" and not launch.under_launcher():
+        with _progress(max(steps, 1), f"stage {int(chosen)}") as tick:
+            launch.run_mpi(
+                sys.argv[1:], world_size or 4, local_ranks, time_limit_s=time_limit, progress=tick
+            )
+        return
+    settings = {
+        "precision": precision,
+        "optimizer": optimizer,
+        "micro_batches": micro_batches,
+        "reduce_dtype": reduce_dtype,
+        "reduce_bucket_size": reduce_bucket_size,
+    }
+    with _world(engine, world_size, local_ranks, deadline) as world:
+        run, samples, processes = _train(
+            world, chosen, data, steps, settings, measured=engine == "mpi"
+        )
+        if as_json:
+            more = {"processes": processes} if processes else {}
+            _print_json(run.to_json() | {"samples": samples} | more)
+        else:
+            _print_run(run, samples, processes)
+
+
+@contextmanager
+def _world(engine, world_size, local_ranks, deadline):
+    """Yield the world to train in."""
+    if engine == "simulated":
+        from zero_nb.cluster.simulated import SimulatedWorld
+
+        yield SimulatedWorld(4 if world_size is None else world_size)
+    else:
+        from zero_nb.cluster.joined import joined
+
+        with joined(local_ranks, world_size=world_size, deadline_s=deadline) as world:
+            yield world
+
+
+def _train(world, stage, data, steps, settings, *, measured):
+    """Train; return the run, samples, and if `measured` what each process sent and held."""
     from zero_nb.compare import digits_task, text_task, train_stage
 
-    chosen = ZeROStage.parse(stage)
-    check_world_size(world_size)
     task = digits_task() if data == "digits" else text_task(data)
-    with _progress(max(steps, 1), f"stage {int(chosen)}") as tick:
-        run, engine = train_stage(
-            chosen,
-            world_size=world_size,
-            steps=steps,
-            precision=precision,
-            task=task,
-            optimizer=optimizer,
-            micro_batches=micro_batches,
-            reduce_dtype=reduce_dtype,
-            reduce_bucket_size=reduce_bucket_size,
-            progress=tick,
+    trace = _ready(world, stage, settings) if measured else None
+    with _progress(max(steps, 1), f"stage {int(stage)}") as tick:
+
+        def progress(report):
+            tick()
+            if trace is not None:
+                trace.after_step()
+                world.member.tick(loss=report.loss)
+
+        run, trained = train_stage(
+            stage, steps=steps, task=task, world=world, progress=progress, **settings
         )
-    samples = _samples(engine, task)
-    if as_json:
-        _print_json(run.to_json() | {"samples": samples})
-        return
-    _print_table(*_run_rows(run), f"Stage {run.stage}, {world_size} ranks, {precision}: per rank")
+    processes = [] if trace is None else world.process_figures(trace.stop())
+    return run, _samples(trained, task), processes
+
+
+def _ready(world, stage, settings):
+    """Load the kernels, on each machine one process first; begin to trace what training takes."""
+    from zero_nb.cluster.joined import PeakTrace
+    from zero_nb.compare import load_kernels
+
+    if world.first_here:
+        load_kernels(stage, **settings)  # compiled at most once, the others find it in the cache
+    world.barrier("the kernels")
+    if not world.first_here:
+        load_kernels(stage, **settings)
+    return PeakTrace()
+
+
+def _print_run(run, samples, processes):
+    """Print what a run measured, and what it drew."""
+    title = f"Stage {run.stage}, {run.world_size} ranks, {run.precision}: per rank"
+    _print_table(*_run_rows(run), title)
+    if processes:
+        _print_table(*_process_rows(processes), "Bytes of each process, measured")
     print(f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, held out {run.held_out_loss:.4f}")
     print(f"weights {run.weights_sha256}")
     for sample in samples[:3]:
@@ -193,12 +269,32 @@ def _run_rows(run):
     return header, body
 
 
+def _process_rows(processes):
+    """Return a table of what each process sent and held, one row a process."""
+    header = ("process", "ranks", "host", "to MPI", "between own ranks", "traced peak", "resident")
+    body = [
+        (
+            str(told["process"]),
+            " ".join(map(str, told["ranks"])),
+            told["host"],
+            f"{sum(told['mpi_bytes'].values()):,}",
+            f"{sum(told['local_bytes'].values()):,}",
+            f"{told['tracemalloc_peak_bytes']:,}",
+            "" if told["resident_bytes"] is None else f"{told['resident_bytes']:,}",
+        )
+        for told in processes
+    ]
+    return header, body
+
+
 def _samples(engine, task):
     """Let the trained model draw one digit a class, or write a few lines."""
     from zero_nb.train.data import Digits
     from zero_nb.train.sampling import draw_digits, draw_text
 
     with engine.optimizer.gathered_parameters() as params:
+        if 0 not in engine.world.ranks:
+            return []
         if isinstance(task.dataset, Digits):
             drawing = draw_digits(
                 task.model,

@@ -14,7 +14,7 @@ from zero_nb.theory import memory, traffic
 from zero_nb.train.data import Digits, TextBytes
 from zero_nb.train.engine import Engine
 from zero_nb.train.ledger import HELD_KINDS
-from zero_nb.train.model import GPT, TrainingPreset
+from zero_nb.train.model import GPT, GPTConfig, TrainingPreset
 from zero_nb.train.optim import get_rule, warmup_cosine
 from zero_nb.train.presets import PRESETS
 
@@ -25,6 +25,7 @@ __all__ = [
     "Task",
     "compare_stages",
     "digits_task",
+    "load_kernels",
     "measure_memory",
     "text_task",
     "train_stage",
@@ -366,6 +367,7 @@ def _stage_run(engine, precision, optimizer, reports, dataset):
     numels = [unit.layout.numel for unit in engine.optimizer.units]
     held = _held_precision(precision, micro_batches)
     formula = memory.model_state_bytes(stage, size, sum(numels), held, optimizer)
+    held_bytes, largest_bytes, peak_bytes = _on_the_fullest_rank(engine.world, last)
     return StageRun(
         stage=int(stage),
         world_size=size,
@@ -375,17 +377,44 @@ def _stage_run(engine, precision, optimizer, reports, dataset):
         losses=tuple(report.loss for report in reports),
         held_out_loss=engine.evaluate(*dataset.held_out()),
         weights_sha256=engine.optimizer.weights_sha256(),
-        held_bytes=last.held_bytes,
+        held_bytes=held_bytes,
         formula_bytes=formula.as_dict(),
         padding_bytes=memory.padding_bytes(stage, size, numels, held, optimizer).as_dict(),
-        peak_bytes=last.peak_bytes,
-        largest_bytes=last.largest_bytes,
+        peak_bytes=peak_bytes,
+        largest_bytes=largest_bytes,
         elements_sent=last.elements_sent,
         formula_elements=traffic.elements_per_step(
             stage, size, numels, micro_batches=micro_batches
         ),
         step_seconds=statistics.median(report.seconds for report in reports),
     )
+
+
+def _on_the_fullest_rank(world, report):
+    """Return held, largest and peak bytes over all ranks, not those of this process only."""
+    mine = (*report.held_bytes.values(), *report.largest_bytes.values(), report.peak_bytes)
+    told_WK = world.all_gather_scalars(
+        np.tile(np.array(mine, np.int64), (world.hosted, 1)), purpose="other", label="bytes"
+    )
+    *kinds, peak = told_WK.max(axis=0).tolist()
+    held = dict(zip(report.held_bytes, kinds, strict=False))
+    return held, dict(zip(report.largest_bytes, kinds[len(held) :], strict=True)), peak
+
+
+def load_kernels(stage, **settings):
+    """Compile the kernels a run needs, or load them from the cache: a step of a tiny model.
+
+    Parameters
+    ----------
+    stage : ZeROStage
+    **settings
+        As for `train_stage`: precision, optimizer, micro_batches, ...
+    """
+    model = GPT(GPTConfig(vocab_size=2, seq_len=2, width=2, heads=1, blocks=1))
+    task = Task(None, model, PRESETS["digits"].training)
+    engine = _make_engine(task, 1, stage=stage, world_size=2, **settings)
+    tokens = np.zeros((2 * engine.optimizer.micro_batches, 2), np.int64)
+    engine.train_step(tokens, tokens)
 
 
 def compare_stages(

@@ -203,6 +203,14 @@ class MPIWorld(World):
         self._wait([self._comm.Iallgather(_bytes(values_RK), _bytes(out_WK))])
         return out_WK
 
+    @property
+    def first_here(self):
+        """Whether this is the first process on its machine (bool)."""
+        for name in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+            if name in os.environ:
+                return os.environ[name] == "0"
+        return self.process == 0
+
     def barrier(self, label):
         """Wait until every process has come here, however long it takes.
 

@@ -450,9 +450,7 @@ class ZeROOptimizer:
             for name in (*unit.layout.names, *unit.aliases):
                 if not _is_unused(grads[name]):
                     self._used.add(unit.aliases.get(name, name))
-                    for target in buffer.targets([name]).values():
-                        _fill_rows(target, grads[name])
-                    buffer.add_up()
+                    _write(buffer, name, grads[name])
             self.post_backward(unit, buffer)
             del buffer
         self.finish_backward()
@@ -774,6 +772,13 @@ def _check_grad(name, grad, want, *, by_rank=True):
 def _is_unused(grad):
     """Whether none of the hosted ranks used a parameter."""
     return grad is None or (isinstance(grad, list) and all(row is None for row in grad))
+
+
+def _write(buffer, name, grad):
+    """Write or add one name's gradient; a function, so that no view of the buffer stays behind."""
+    for target in buffer.targets([name]).values():
+        _fill_rows(target, grad)
+    buffer.add_up()
 
 
 def _fill_rows(target, grad):

@@ -353,3 +353,89 @@ def test_two_hosts_train_over_a_network(hosts, tmp_path, clean):
         )  # fmt: skip
         # Above it: headers of packets and of MPI's messages, and the meeting at start and end.
         assert counted <= int(statistics.stdout) <= 1.2 * counted + 300_000
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def command(*words, env=None, check=True, **settings):
+    """Run zero-nb."""
+    return subprocess.run(
+        [sys.executable, "-m", "zero_nb", *words], env=os.environ | dict(env or {}), check=check,
+        capture_output=True, text=True, timeout=100, **settings,
+    )  # fmt: skip
+
+
+def test_the_command_gives_the_simulated_json_and_what_each_process_took(clean):
+    words = ("train", "--stage", "3", "--world-size", "4", "--steps", "2", "--json")
+    here = json.loads(command(*words).stdout)
+    there = json.loads(command(*words, "--engine", "mpi", "--local-ranks", "2", env=clean).stdout)
+    processes = there.pop("processes")
+    assert here.pop("step_seconds") > 0 < there.pop("step_seconds")
+    assert here == there
+    assert [told["ranks"] for told in processes] == [[0, 1], [2, 3]]
+    for told in processes:
+        # All of the model's bytes in NumPy arrays are seen, and a resident set holds those.
+        assert 2 * there["peak_bytes"] < told["tracemalloc_peak_bytes"] < told["resident_bytes"]
+
+
+def test_the_command_joins_the_world_it_is_started_in(clean):
+    words = ("train", "--engine", "mpi", "--steps", "1", "--json")
+    inside = [launch.find_mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "zero_nb"]
+    env = os.environ | clean
+    done = subprocess.run([*inside, *words], env=env, capture_output=True, text=True, timeout=100)
+    assert [told["ranks"] for told in json.loads(done.stdout)["processes"]] == [[0], [1]]
+    done = subprocess.run(
+        [*inside, *words, "--world-size", "3"], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    ours = [line for line in done.stderr.splitlines() if line.startswith("zero-nb: ")]
+    assert ours == [
+        "zero-nb: --world-size 3 was asked for, but 2 processes with 1 ranks each were started, "
+        "2 in all"
+    ]
+
+
+def test_under_another_launcher_one_message_is_enough(clean):
+    inside = [launch.find_mpiexec(), "-n", "3", sys.executable, "-m", "mpi4py", CASES_FILE, "1"]
+    done = subprocess.run(
+        [*inside, "detour"], env=os.environ | clean, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    (ours,) = [line for line in done.stderr.splitlines() if line.startswith("zero-nb: ")]
+    assert "the ranks have diverged" in ours
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--engine", "mpi", "--world-size", "3", "--local-ranks", "2"], "--local-ranks must"),
+        (["--engine", "mpi", "--world-size", "2", "--data", "nowhere"], "there is no file nowhere"),
+        (["--engine", "rays"], "unknown engine 'rays'; choose simulated or mpi"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, told, clean):
+    done = command("train", *words, env=clean, check=False)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_mpi_one_line_says_what_to_install(tmp_path):
+    """And everything else works: a finder that knows no mpi4py stands for its absence."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class NoMPI(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        return None if name == 'mpi4py' else super().find_spec(name, path, target)\n"
+        "sys.meta_path[sys.meta_path.index(PathFinder)] = NoMPI\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = command("train", "--engine", "mpi", env=env, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"zero-nb: {launch.INSTALL_HINT}\n"
+    assert "pip install 'zero-nb[mpi]'" in launch.INSTALL_HINT
+    done = command("train", "--steps", "1", "--world-size", "2", "--json", env=env)
+    assert json.loads(done.stdout)["stage"] == 3

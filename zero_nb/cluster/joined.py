@@ -59,9 +59,9 @@ def joined(local_ranks=1, *, world_size=None, deadline_s=DEADLINE_S, check_order
             local_ranks, comm=comm, deadline_s=deadline_s, check_order=check_order, member=member
         )
         member.start(world.ranks)
-        _check_found(world, world_size)
         world.barrier("start")
         _unlink_segments()
+        _check_found(world, world_size)
         with _heard(member):
             yield world
             sys.stdout.flush()
@@ -93,6 +93,7 @@ def _end_all(mpi, member, world, error):
     """Report an error in one line, and take every process down."""
     failure = _failure(member, world, error)
     member.fail(failure)
+    _unlink_segments()
     interrupted = isinstance(error, KeyboardInterrupt)
     if member.launched:
         time.sleep(_LAUNCHER_GRACE_S)

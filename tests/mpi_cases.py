@@ -19,9 +19,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import saved_runs
 import tiny
 from zero_nb.config import UsageError
 from zero_nb.core.precision import BFLOAT16, FLOAT16, FLOAT32
+from zero_nb.train import checkpoint
 from zero_nb.train.engine import Engine
 from zero_nb.train.optim import AdamW
 from zero_nb.train.scaling import DynamicLossScale
@@ -70,6 +72,27 @@ def overflowing(stage):
         result = work(world)
         assert result["applied"] == [False, True]
         return result
+
+    return case
+
+
+def checkpoints(stage, layout):
+    """Save, go on; then load into a fresh optimizer, go on: the same, and the same files."""
+
+    def case(world):
+        folder = Path(os.environ["TEST_FOLDER"]) / f"{layout} {stage} {world.size}"
+        settings = {"precision": "bf16", "world": world}
+        first = saved_runs.train(saved_runs.make(stage, None, **settings), 2)
+        saved = checkpoint.save(first, folder, layout=layout)
+        fresh = saved_runs.make(stage, None, seed=9, **settings)
+        checkpoint.load(fresh, folder)
+        hashes = {saved_runs.train(opt, 2).weights_sha256() for opt in (first, fresh)}
+        assert len(hashes) == 1
+        files = {path.name: path.read_bytes() for path in sorted(saved.path.iterdir())}
+        return {
+            "weights_sha256": hashes.pop(),
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        }
 
     return case
 
@@ -131,6 +154,8 @@ for _stage in (1, 3):
     CASES[f"stage {_stage} padding only"] = training(
         _stage, "bf16", model=tiny.mlp, batches=padding_only_batches, units="sublayer"
     )
+CASES["checkpoint of stage 2"] = checkpoints(2, "sharded")
+CASES["checkpoint of stage 3"] = checkpoints(3, "consolidated")
 
 
 # --- cases that fail -----------------------------------------------------------------------------
@@ -206,7 +231,18 @@ def leave_early(world):
         world.all_gather_scalars(np.ones((world.hosted, 1)), label="loss")
 
 
+def killed_while_saving(world):
+    """The process with the last rank dies over its file, after an earlier checkpoint."""
+    run = saved_runs.train(saved_runs.make(3, None, precision="bf16", world=world), 2)
+    checkpoint.save(run, os.environ["TEST_FOLDER"])
+    saved_runs.train(run, 1)
+    if world.size - 1 in world.ranks:
+        checkpoint._write_file = lambda *_: _kill(world)
+    checkpoint.save(run, os.environ["TEST_FOLDER"])
+
+
 FAILURES = {
+    "killed while saving": killed_while_saving,
     "raise": failing(only_last(_raise)),
     "kill": failing(only_last(_kill)),
     "stop": failing(only_last(_stop)),

@@ -4,6 +4,7 @@ pytest itself stays outside MPI: each world is one launch of ``mpi_cases.py``, w
 line a case, and the same functions run here with simulated ranks.
 """
 
+import atexit
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from functools import cache
@@ -21,9 +23,11 @@ import psutil
 import pytest
 
 import mpi_cases
+import saved_runs
 from zero_nb.cluster import launch
 from zero_nb.cluster.simulated import SimulatedWorld
 from zero_nb.config import UsageError
+from zero_nb.train import checkpoint
 
 CASES_FILE = str(Path(mpi_cases.__file__))
 WORLDS = [(2, 1), (3, 1), (4, 1), (8, 1), (8, 4)]  # world_size, ranks a process
@@ -50,16 +54,25 @@ def run(world_size, local_ranks, *cases, **settings):
     return [json.loads(line) for line in stdout.getvalue().splitlines()]
 
 
+FOLDERS = tempfile.TemporaryDirectory(prefix="zero-nb-test-mpi-")
+atexit.register(FOLDERS.cleanup)
+
+
 @cache
 def real(world_size, local_ranks):
     """What a world of real processes answered, by case."""
-    return {line["case"]: line for line in run(world_size, local_ranks)}
+    folder = Path(FOLDERS.name) / f"real {world_size} {local_ranks}"
+    folder.mkdir()
+    lines = run(world_size, local_ranks, env={"TEST_FOLDER": str(folder)})
+    return {line["case"]: line for line in lines}
 
 
 @cache
 def simulated(world_size, case):
     """What the same case gives with simulated ranks."""
-    return json.loads(json.dumps(mpi_cases.CASES[case](SimulatedWorld(world_size))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_FOLDER", f"{FOLDERS.name}/simulated")
+        return json.loads(json.dumps(mpi_cases.CASES[case](SimulatedWorld(world_size))))
 
 
 each_world = pytest.mark.parametrize(("world_size", "local_ranks"), WORLDS, ids=str)
@@ -86,6 +99,17 @@ def test_stages_end_with_the_same_weights_in_real_processes():
     runs = [real(3, 1)[f"stage {stage}"]["result"] for stage in range(4)]
     assert len({result["weights_sha256"] for result in runs}) == 1
     assert len({tuple(map(tuple, result["sent"])) for result in runs}) == 2  # 3 Ψ at stage 3 only
+
+
+def test_what_processes_saved_loads_with_simulated_ranks_and_the_other_way_round():
+    """At once another stage and world size; and the files have the same bytes in both worlds."""
+    saved = real(3, 1)["checkpoint of stage 2"]["result"]
+    assert saved["files"] == simulated(3, "checkpoint of stage 2")["files"]
+    assert len(saved["files"]) == 4  # one a rank, and checkpoint.json
+    here = saved_runs.make(3, 2, seed=9, precision="bf16")
+    checkpoint.load(here, Path(FOLDERS.name) / "real 3 1" / "sharded 2 3")
+    there = saved_runs.train(saved_runs.make(2, 3, precision="bf16"), 2)
+    assert here.weights_sha256() == there.weights_sha256()
 
 
 # --- what passes through MPI -------------------------------------------------------------------
@@ -198,6 +222,16 @@ def test_a_rank_that_fails_ends_the_run_with_one_message(case, told):
     assert seconds < DEADLINE_S + 20  # what is not the deadline is starting Python on busy cores
     assert not processes
     assert not shared_memory
+
+
+def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_whole(clean, tmp_path):
+    with pytest.raises(launch.RunError, match=r"^rank 1: killed by SIGKILL"):
+        run(2, 1, "killed while saving", env=clean | {"TEST_FOLDER": str(tmp_path)})
+    again = saved_runs.make(1, 3, seed=9, precision="bf16")
+    checkpoint.load(again, tmp_path)
+    wanted = saved_runs.train(saved_runs.make(3, 2, precision="bf16"), 2)
+    assert again.steps_done == 2
+    assert again.weights_sha256() == wanted.weights_sha256()
 
 
 def test_hosted_ranks_fail_together(clean):

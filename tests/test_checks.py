@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from zero_nb.core import checks
+from zero_nb.core import checks, kernels
 from zero_nb.core.checks import (
     check_array,
     check_no_overlap,
     check_runs,
     check_world_size,
-    run_bounds,
+    run_groups,
 )
 from zero_nb.core.kernels import GRAD, NUMEL, TARGET
 
@@ -121,11 +121,13 @@ def test_huge_numbers_do_not_wrap():
 @pytest.mark.parametrize("numels", [[], [1], [3, 3, 3, 3], [10, 1, 1, 1, 1, 9], [0, 0, 5], [4] * 7])
 def test_pieces_follow_one_another_and_hold_about_as_much(numels, monkeypatch):
     monkeypatch.setattr(checks, "COPY_BLOCK", 4)
+    monkeypatch.setattr(kernels, "PARALLEL_FROM", 4)
     runs = runs_of(*((0, 0, n, 0) for n in numels))
-    bounds = run_bounds(runs).tolist()
+    assert run_groups(runs, 3).tolist() == [0, len(numels)]
+    bounds = run_groups(runs, 4).tolist()
     assert bounds[0] == 0
     assert bounds[-1] == len(numels)
-    assert bounds == sorted(set(bounds))
+    assert bounds == sorted(set(bounds)) or not numels
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         held = runs[start:stop, NUMEL]
         assert held[:-1].sum() < 4  # it ends with the run that fills it

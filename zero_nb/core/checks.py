@@ -8,8 +8,9 @@ from zero_nb.core.kernels import (
     NUMEL,
     ROW,
     RUN_COLUMNS,
-    _run_bounds,
     _run_extents,
+    _run_groups,
+    runs_parallel,
 )
 
 
@@ -197,18 +198,22 @@ def _raise_if_twice(runs, name, column):
         )
 
 
-def run_bounds(runs):
+def run_groups(runs, elements):
     """Group consecutive runs into pieces of about equal work for parallel kernels.
 
     Parameters
     ----------
     runs : numpy.ndarray
         int64, shape (n, 7).
+    elements : int
+        Elements of all runs; little work stays in one group.
 
     Returns
     -------
     numpy.ndarray
-        int64; runs ``bounds[i]:bounds[i + 1]`` make one piece.
+        int64; runs ``groups[i]:groups[i + 1]`` make one group.
     """
-    bounds = np.empty(len(runs) + 1, np.int64)
-    return bounds[: _run_bounds(runs, COPY_BLOCK, bounds) + 1]
+    if not runs_parallel(elements):
+        return np.array((0, len(runs)), np.int64)
+    groups = np.zeros(max(len(runs), 1) + 1, np.int64)
+    return groups[: max(_run_groups(runs, COPY_BLOCK, groups), 1) + 1]

@@ -15,6 +15,11 @@ sequential and in its parallel form, and with ``NUMBA_DISABLE_JIT=1``.
 [Note: re-slice] ``d[a + i] = s[b + i]`` with signed computed indices does not vectorise (0.16 of
 the speed of memcpy). Kernels slice first and run over ``range(len)``.
 
+[Note: two forms] A kernel ends in ``first, last`` and does those units of its work (blocks, or
+groups of runs). It is called as it is for little work. Its parallel form takes the same arguments
+and calls it for one unit at a time. Units are cast to int64 there, or Numba would compile the
+kernel again for the unsigned index of ``prange``.
+
 [Note: uint32] Inside njit ``uint32 op uint32`` is 64 bits wide, so each sub-expression is wrapped;
 without JIT a wrapping add would warn, so the formulas below never wrap.
 """
@@ -75,8 +80,18 @@ def runs_parallel(elements):
     return elements >= PARALLEL_FROM
 
 
-def launch(sequential, parallel, elements, *args):
-    """Call the sequential kernel for little work, else the parallel one, one at a time.
+def copy_blocks(elements):
+    """Count the blocks of a copy."""
+    return -(-elements // COPY_BLOCK)
+
+
+def sum_blocks(elements):
+    """Count the blocks of a row in a sum over rows."""
+    return -(-elements // SUM_BLOCK)
+
+
+def launch(kernel, parallel, elements, *args):
+    """Call the kernel for little work, else its parallel form, one at a time.
 
     The lock is there for numba's workqueue layer, which aborts the process when two threads start
     parallel kernels at once; a parallel kernel uses every thread anyway, so nothing is lost with
@@ -84,9 +99,9 @@ def launch(sequential, parallel, elements, *args):
     """
     if numba.config.DISABLE_JIT:
         with np.errstate(all="ignore"):  # compiled code does not warn either
-            return (parallel if runs_parallel(elements) else sequential)(*args)
+            return (parallel if runs_parallel(elements) else kernel)(*args)
     if not runs_parallel(elements):
-        return sequential(*args)
+        return kernel(*args)
     with _lock:
         return parallel(*args)
 
@@ -200,33 +215,31 @@ def _round(source, code, out):
 
 
 @_jit()
-def _widen_all(source, code, out):
-    """Widen a buffer, sequentially."""
-    _widen(source, code, out)
+def _widen_blocks(source, code, out, first, last):
+    """Widen blocks first..last of a buffer."""
+    start, stop = first * COPY_BLOCK, min(last * COPY_BLOCK, out.size)
+    _widen(source[start:stop], code, out[start:stop])
 
 
 @_jit(parallel=True)
-def _widen_all_parallel(source, code, out):
-    """Widen a buffer, blocks in parallel."""
-    for b in prange((out.size + COPY_BLOCK - 1) // COPY_BLOCK):
-        start = b * COPY_BLOCK
-        stop = min(start + COPY_BLOCK, out.size)
-        _widen(source[start:stop], code, out[start:stop])
+def _widen_blocks_parallel(source, code, out, first, last):
+    """Widen blocks first..last of a buffer."""
+    for b in prange(first, last):
+        _widen_blocks(source, code, out, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _round_all(source, code, out):
-    """Round a buffer, sequentially."""
-    _round(source, code, out)
+def _round_blocks(source, code, out, first, last):
+    """Round blocks first..last of a buffer."""
+    start, stop = first * COPY_BLOCK, min(last * COPY_BLOCK, out.size)
+    _round(source[start:stop], code, out[start:stop])
 
 
 @_jit(parallel=True)
-def _round_all_parallel(source, code, out):
-    """Round a buffer, blocks in parallel."""
-    for b in prange((out.size + COPY_BLOCK - 1) // COPY_BLOCK):
-        start = b * COPY_BLOCK
-        stop = min(start + COPY_BLOCK, out.size)
-        _round(source[start:stop], code, out[start:stop])
+def _round_blocks_parallel(source, code, out, first, last):
+    """Round blocks first..last of a buffer."""
+    for b in prange(first, last):
+        _round_blocks(source, code, out, np.int64(b), np.int64(b) + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -278,6 +291,21 @@ def _add_rows_float32(x, rows, numel, start, o):
 
 
 @_jit()
+def _sum_rows(x, rows, out, first, last):
+    """Blocks first..last of the sum of float32 rows."""
+    numel = out.size
+    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
+        _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+
+
+@_jit(parallel=True)
+def _sum_rows_parallel(x, rows, out, first, last):
+    """Blocks first..last of the sum of float32 rows."""
+    for b in prange(first, last):
+        _sum_rows(x, rows, out, np.int64(b), np.int64(b) + 1)
+
+
+@_jit()
 def _add_rows_bits(x, rows, numel, start, code, o):
     """Add the blocks of all 16-bit rows into o, which is float32."""
     if code == CODE_BFLOAT16:
@@ -287,148 +315,98 @@ def _add_rows_bits(x, rows, numel, start, code, o):
 
 
 @_jit()
-def _sum_rows(x, rows, out):
-    """Sum of float32 rows, sequentially."""
+def _sum_rows_bits(x, rows, code, out, first, last):
+    """Blocks first..last of the sum of 16-bit rows: added in float32 in a scratch, rounded once."""
     numel = out.size
-    for start in range(0, numel, SUM_BLOCK):
-        _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+    scratch = np.empty(SUM_BLOCK, np.float32)
+    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
+        stop = min(start + SUM_BLOCK, numel)
+        total = scratch[: stop - start]
+        _add_rows_bits(x, rows, numel, start, code, total)
+        _round(total, code, out[start:stop])
 
 
 @_jit(parallel=True)
-def _sum_rows_parallel(x, rows, out):
-    """Sum of float32 rows, blocks of the output in parallel."""
-    numel = out.size
-    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
-        start = b * SUM_BLOCK
-        _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+def _sum_rows_bits_parallel(x, rows, code, out, first, last):
+    """Blocks first..last of the sum of 16-bit rows."""
+    for b in prange(first, last):
+        _sum_rows_bits(x, rows, code, out, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _sum_rows_bits_block(x, rows, numel, code, start, total, out):
-    """One block of the sum of 16-bit rows: added in float32 in a scratch, rounded once."""
-    stop = min(start + SUM_BLOCK, numel)
-    total = total[: stop - start]
-    _add_rows_bits(x, rows, numel, start, code, total)
-    _round(total, code, out[start:stop])
-
-
-@_jit()
-def _sum_rows_bits(x, rows, code, out):
-    """Sum of 16-bit rows, sequentially."""
-    total = np.empty(SUM_BLOCK, np.float32)
-    for start in range(0, out.size, SUM_BLOCK):
-        _sum_rows_bits_block(x, rows, out.size, code, start, total, out)
+def _sum_rows_everywhere(x, rows, numel, first, last):
+    """Blocks first..last of every float32 row become the sum of the rows."""
+    scratch = np.empty(SUM_BLOCK, np.float32)  # a sum into row 0 would not vectorise
+    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
+        stop = min(start + SUM_BLOCK, numel)
+        total = scratch[: stop - start]
+        _add_rows_float32(x, rows, numel, start, total)
+        for r in range(rows):
+            _copy(total, x[r * numel + start : r * numel + stop])
 
 
 @_jit(parallel=True)
-def _sum_rows_bits_parallel(x, rows, code, out):
-    """Sum of 16-bit rows, blocks of the output in parallel."""
-    for b in prange((out.size + SUM_BLOCK - 1) // SUM_BLOCK):
-        total = np.empty(SUM_BLOCK, np.float32)
-        _sum_rows_bits_block(x, rows, out.size, code, b * SUM_BLOCK, total, out)
+def _sum_rows_everywhere_parallel(x, rows, numel, first, last):
+    """Blocks first..last of every float32 row become the sum of the rows."""
+    for b in prange(first, last):
+        _sum_rows_everywhere(x, rows, numel, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _sum_rows_everywhere_block(x, rows, numel, start, total):
-    """One block of columns of every float32 row becomes the sum of the rows."""
-    stop = min(start + SUM_BLOCK, numel)
-    total = total[: stop - start]
-    _add_rows_float32(x, rows, numel, start, total)
-    for r in range(rows):
-        _copy(total, x[r * numel + start : r * numel + stop])
-
-
-@_jit()
-def _sum_rows_everywhere(x, rows, numel):
-    """Every float32 row becomes the sum of the rows, sequentially."""
-    total = np.empty(SUM_BLOCK, np.float32)
-    for start in range(0, numel, SUM_BLOCK):
-        _sum_rows_everywhere_block(x, rows, numel, start, total)
+def _sum_rows_everywhere_bits(x, rows, numel, code, first, last):
+    """Blocks first..last of every 16-bit row become the sum of the rows, rounded once."""
+    for b in range(first, last):
+        _sum_rows_bits(x, rows, code, x[:numel], b, b + 1)  # a block is read before it is written
+        start, stop = b * SUM_BLOCK, min((b + 1) * SUM_BLOCK, numel)
+        for r in range(1, rows):
+            _copy(x[start:stop], x[r * numel + start : r * numel + stop])
 
 
 @_jit(parallel=True)
-def _sum_rows_everywhere_parallel(x, rows, numel):
-    """Every float32 row becomes the sum of the rows, blocks of columns in parallel."""
-    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
-        total = np.empty(SUM_BLOCK, np.float32)
-        _sum_rows_everywhere_block(x, rows, numel, b * SUM_BLOCK, total)
+def _sum_rows_everywhere_bits_parallel(x, rows, numel, code, first, last):
+    """Blocks first..last of every 16-bit row become the sum of the rows, rounded once."""
+    for b in prange(first, last):
+        _sum_rows_everywhere_bits(x, rows, numel, code, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _sum_rows_everywhere_bits_block(x, rows, numel, code, start, total):
-    """One block of columns of every 16-bit row becomes the sum of the rows, rounded once."""
-    _sum_rows_bits_block(x, rows, numel, code, start, total, x)  # into row 0, read before
-    stop = min(start + SUM_BLOCK, numel)
-    for r in range(1, rows):
-        _copy(x[start:stop], x[r * numel + start : r * numel + stop])
-
-
-@_jit()
-def _sum_rows_everywhere_bits(x, rows, numel, code):
-    """Every 16-bit row becomes the sum of the rows, sequentially."""
-    total = np.empty(SUM_BLOCK, np.float32)
-    for start in range(0, numel, SUM_BLOCK):
-        _sum_rows_everywhere_bits_block(x, rows, numel, code, start, total)
-
-
-@_jit(parallel=True)
-def _sum_rows_everywhere_bits_parallel(x, rows, numel, code):
-    """Every 16-bit row becomes the sum of the rows, blocks of columns in parallel."""
-    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
-        total = np.empty(SUM_BLOCK, np.float32)
-        _sum_rows_everywhere_bits_block(x, rows, numel, code, b * SUM_BLOCK, total)
-
-
-@_jit()
-def _spread_span(source, out, rows, numel, start, stop, skip):
-    """Copy columns start..stop of the source to every row but ``skip``."""
-    block = source[start:stop]
-    for r in range(rows):
-        if r != skip:
-            _copy(block, out[r * numel + start : r * numel + stop])
-
-
-@_jit()
-def _spread(source, out, rows, skip):
-    """Copy the source to every row but ``skip``, sequentially."""
+def _spread(source, out, rows, skip, first, last):
+    """Copy blocks first..last of the source to every row but ``skip``."""
     numel = source.size
-    for start in range(0, numel, SUM_BLOCK):
-        _spread_span(source, out, rows, numel, start, min(start + SUM_BLOCK, numel), skip)
+    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
+        stop = min(start + SUM_BLOCK, numel)
+        for r in range(rows):
+            if r != skip:
+                _copy(source[start:stop], out[r * numel + start : r * numel + stop])
 
 
 @_jit(parallel=True)
-def _spread_parallel(source, out, rows, skip):
-    """Copy the source to every row but ``skip``, blocks of columns in parallel."""
-    numel = source.size
-    for b in prange((numel + SUM_BLOCK - 1) // SUM_BLOCK):
-        start = b * SUM_BLOCK
-        _spread_span(source, out, rows, numel, start, min(start + SUM_BLOCK, numel), skip)
+def _spread_parallel(source, out, rows, skip, first, last):
+    """Copy blocks first..last of the source to every row but ``skip``."""
+    for b in prange(first, last):
+        _spread(source, out, rows, skip, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _spread_diagonal_block(x, rows, shard, blocks, b):
-    """Copy block b, counted owner by owner, from its owner's row to all other rows."""
+def _spread_diagonal(x, rows, shard, first, last):
+    """Copy blocks first..last, counted owner by owner, from the owner's row to all other rows."""
     numel = rows * shard
-    owner = b // blocks
-    start = owner * shard + (b % blocks) * SUM_BLOCK
-    stop = min(start + SUM_BLOCK, (owner + 1) * shard)
-    _spread_span(x[owner * numel : (owner + 1) * numel], x, rows, numel, start, stop, owner)
-
-
-@_jit()
-def _spread_diagonal(x, rows, shard):
-    """In-place all-gather: each row's own slice goes to all other rows, sequentially."""
     blocks = (shard + SUM_BLOCK - 1) // SUM_BLOCK
-    for b in range(rows * blocks):
-        _spread_diagonal_block(x, rows, shard, blocks, b)
+    for b in range(first, last):
+        owner = b // blocks
+        start = owner * shard + (b % blocks) * SUM_BLOCK
+        stop = min(start + SUM_BLOCK, (owner + 1) * shard)
+        source = x[owner * numel + start : owner * numel + stop]
+        for r in range(rows):
+            if r != owner:
+                _copy(source, x[r * numel + start : r * numel + stop])
 
 
 @_jit(parallel=True)
-def _spread_diagonal_parallel(x, rows, shard):
-    """In-place all-gather: each row's own slice goes to all other rows, blocks in parallel."""
-    blocks = (shard + SUM_BLOCK - 1) // SUM_BLOCK
-    for b in prange(rows * blocks):
-        _spread_diagonal_block(x, rows, shard, blocks, b)
+def _spread_diagonal_parallel(x, rows, shard, first, last):
+    """Copy blocks first..last from the owner's row to all other rows."""
+    for b in prange(first, last):
+        _spread_diagonal(x, rows, shard, np.int64(b), np.int64(b) + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -436,13 +414,14 @@ def _spread_diagonal_parallel(x, rows, shard):
 
 
 @_jit()
-def _walk(shard, full, shard_starts, full_starts, start, stop, to_full):
-    """Copy positions start..stop of a shard from its segments of the full buffer, or to them.
+def _walk(shard, full, shard_starts, full_starts, to_full, first, last):
+    """Copy blocks first..last of a shard from its segments of the full buffer, or to them.
 
     Segment k holds shard[shard_starts[k]:shard_starts[k + 1]] and begins at full_starts[k].
     """
-    k = np.searchsorted(shard_starts, start, side="right") - 1
-    at = start
+    at = first * COPY_BLOCK
+    stop = min(last * COPY_BLOCK, shard_starts[-1])
+    k = np.searchsorted(shard_starts, at, side="right") - 1
     while at < stop:
         end = min(shard_starts[k + 1], stop)
         there = full_starts[k] + (at - shard_starts[k])
@@ -456,21 +435,11 @@ def _walk(shard, full, shard_starts, full_starts, start, stop, to_full):
         k += 1
 
 
-@_jit()
-def _walk_all(shard, full, shard_starts, full_starts, to_full):
-    """Partition (or gather) one rank's shard, sequentially."""
-    _walk(shard, full, shard_starts, full_starts, 0, shard_starts[-1], to_full)
-
-
 @_jit(parallel=True)
-def _walk_all_parallel(shard, full, shard_starts, full_starts, to_full):
-    """Partition (or gather) one rank's shard, equal blocks in parallel."""
-    numel = shard_starts[-1]
-    for b in prange((numel + COPY_BLOCK - 1) // COPY_BLOCK):
-        start = b * COPY_BLOCK
-        _walk(
-            shard, full, shard_starts, full_starts, start, min(start + COPY_BLOCK, numel), to_full
-        )
+def _walk_parallel(shard, full, shard_starts, full_starts, to_full, first, last):
+    """Copy blocks first..last of a shard from its segments of the full buffer, or to them."""
+    for b in prange(first, last):
+        _walk(shard, full, shard_starts, full_starts, to_full, np.int64(b), np.int64(b) + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -522,12 +491,12 @@ def _adam_block(p, g, m, v, h, decoupled):
 
 
 @_jit()
-def _adam_runs(
-    target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, first, last
+def _adam(
+    target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, groups, first, last
 ):
-    """Adam on runs first..last; codes are those of the gradient and the parameter (-1: none)."""
+    """Adam on groups first..last; codes are those of the gradient and the parameter (-1: none)."""
     scratch = np.empty(CACHE_BLOCK, np.float32)
-    for k in range(first, last):
+    for k in range(groups[first], groups[last]):
         h = hyper[runs[k, HYPER]]
         numel = runs[k, NUMEL]
         for at in range(0, numel, CACHE_BLOCK):
@@ -539,27 +508,22 @@ def _adam_runs(
             here = runs[k, TARGET] + at
             p = target[here : here + size]
             here = runs[k, STATE] + at
-            m = exp_avg[here : here + size]
-            v = exp_avg_sq[here : here + size]
-            _adam_block(p, g, m, v, h, decoupled)
+            _adam_block(
+                p, g, exp_avg[here : here + size], exp_avg_sq[here : here + size], h, decoupled
+            )
             if codes[1] >= 0:
                 here = runs[k, PARAM] + at
                 _round(p, codes[1], param[here : here + size])
 
 
-@_jit()
-def _adam(target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, bounds):
-    """Adam on all runs, sequentially."""
-    _adam_runs(
-        target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, 0, runs.shape[0]
-    )
-
-
 @_jit(parallel=True)
-def _adam_parallel(target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, bounds):
-    """Adam on all runs, the groups of runs between bounds in parallel."""
-    for b in prange(bounds.size - 1):
-        _adam_runs(
+def _adam_parallel(
+    target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, groups, first, last
+):
+    """Adam on groups first..last of runs."""
+    for b in prange(first, last):
+        g = np.int64(b)
+        _adam(
             target,
             grad,
             exp_avg,
@@ -569,8 +533,9 @@ def _adam_parallel(target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoup
             hyper,
             decoupled,
             codes,
-            bounds[b],
-            bounds[b + 1],
+            groups,
+            g,
+            g + 1,
         )
 
 
@@ -594,12 +559,10 @@ def _momentum_block(p, g, buf, momentum, lr, nesterov):
 
 
 @_jit()
-def _sgd_runs(
-    target, grad, momentum_buffer, param, runs, hyper, has_momentum, nesterov, codes, first, last
-):
-    """SGD on runs first..last; codes are those of the gradient and the parameter (-1: none)."""
+def _sgd(target, grad, momentum_buffer, param, runs, hyper, nesterov, codes, groups, first, last):
+    """SGD on groups first..last, as _adam; an empty momentum_buffer means none."""
     scratch = np.empty(CACHE_BLOCK, np.float32)
-    for k in range(first, last):
+    for k in range(groups[first], groups[last]):
         h = hyper[runs[k, HYPER]]
         numel = runs[k, NUMEL]
         for at in range(0, numel, CACHE_BLOCK):
@@ -611,54 +574,25 @@ def _sgd_runs(
             here = runs[k, TARGET] + at
             p = target[here : here + size]
             _add_decay(g, p, h[SGD_WEIGHT_DECAY])
-            if has_momentum:
+            if momentum_buffer.size == 0:
+                _sgd_block(p, g, h[SGD_LR])
+            else:
                 here = runs[k, STATE] + at
                 buf = momentum_buffer[here : here + size]
                 _momentum_block(p, g, buf, h[SGD_MOMENTUM], h[SGD_LR], nesterov)
-            else:
-                _sgd_block(p, g, h[SGD_LR])
             if codes[1] >= 0:
                 here = runs[k, PARAM] + at
                 _round(p, codes[1], param[here : here + size])
 
 
-@_jit()
-def _sgd(target, grad, momentum_buffer, param, runs, hyper, has_momentum, nesterov, codes, bounds):
-    """SGD on all runs, sequentially."""
-    _sgd_runs(
-        target,
-        grad,
-        momentum_buffer,
-        param,
-        runs,
-        hyper,
-        has_momentum,
-        nesterov,
-        codes,
-        0,
-        runs.shape[0],
-    )
-
-
 @_jit(parallel=True)
 def _sgd_parallel(
-    target, grad, momentum_buffer, param, runs, hyper, has_momentum, nesterov, codes, bounds
+    target, grad, momentum_buffer, param, runs, hyper, nesterov, codes, groups, first, last
 ):
-    """SGD on all runs, the groups of runs between bounds in parallel."""
-    for b in prange(bounds.size - 1):
-        _sgd_runs(
-            target,
-            grad,
-            momentum_buffer,
-            param,
-            runs,
-            hyper,
-            has_momentum,
-            nesterov,
-            codes,
-            bounds[b],
-            bounds[b + 1],
-        )
+    """SGD on groups first..last of runs."""
+    for b in prange(first, last):
+        g = np.int64(b)
+        _sgd(target, grad, momentum_buffer, param, runs, hyper, nesterov, codes, groups, g, g + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -666,9 +600,9 @@ def _sgd_parallel(
 
 
 @_jit()
-def _max_bits_runs(bits, mask, runs, first, last, of_run):
-    """For runs first..last the largest magnitude, as bits without the sign."""
-    for k in range(first, last):
+def _max_bits(bits, mask, runs, of_run, groups, first, last):
+    """For the runs of groups first..last the largest magnitude, as bits without the sign."""
+    for k in range(groups[first], groups[last]):
         x = bits[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
         largest = np.uint32(0)
         for i in range(x.size):
@@ -676,17 +610,11 @@ def _max_bits_runs(bits, mask, runs, first, last, of_run):
         of_run[k] = largest
 
 
-@_jit()
-def _max_bits(bits, mask, runs, bounds, of_run):
-    """The largest magnitude of each run, sequentially."""
-    _max_bits_runs(bits, mask, runs, 0, runs.shape[0], of_run)
-
-
 @_jit(parallel=True)
-def _max_bits_parallel(bits, mask, runs, bounds, of_run):
-    """The largest magnitude of each run, groups of runs in parallel."""
-    for b in prange(bounds.size - 1):
-        _max_bits_runs(bits, mask, runs, bounds[b], bounds[b + 1], of_run)
+def _max_bits_parallel(bits, mask, runs, of_run, groups, first, last):
+    """For the runs of groups first..last the largest magnitude, as bits without the sign."""
+    for b in prange(first, last):
+        _max_bits(bits, mask, runs, of_run, groups, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
@@ -714,9 +642,9 @@ def _sum_squares_run(x, code, scale):
 
 
 @_jit()
-def _sum_squares_runs(grad, code, runs, scale, first, last, of_run):
-    """For runs first..last the sum of the squares (column 0) and the bits seen (column 1)."""
-    for k in range(first, last):
+def _sum_squares(grad, code, runs, scale, of_run, groups, first, last):
+    """For the runs of groups first..last the sum of squares, and beside it the bits seen."""
+    for k in range(groups[first], groups[last]):
         x = grad[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
         if code == CODE_FLOAT32:
             total, seen = _sum_squares_run(x, CODE_FLOAT32, scale)
@@ -728,17 +656,11 @@ def _sum_squares_runs(grad, code, runs, scale, first, last, of_run):
         of_run[k, 1] = seen
 
 
-@_jit()
-def _sum_squares(grad, code, runs, scale, bounds, of_run):
-    """The sum of squares of each run, sequentially."""
-    _sum_squares_runs(grad, code, runs, scale, 0, runs.shape[0], of_run)
-
-
 @_jit(parallel=True)
-def _sum_squares_parallel(grad, code, runs, scale, bounds, of_run):
-    """The sum of squares of each run, groups of runs in parallel."""
-    for b in prange(bounds.size - 1):
-        _sum_squares_runs(grad, code, runs, scale, bounds[b], bounds[b + 1], of_run)
+def _sum_squares_parallel(grad, code, runs, scale, of_run, groups, first, last):
+    """For the runs of groups first..last the sum of squares and the bits seen."""
+    for b in prange(first, last):
+        _sum_squares(grad, code, runs, scale, of_run, groups, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
@@ -787,15 +709,15 @@ def _run_extents(runs, low, high, ascending):
 
 
 @_jit()
-def _run_bounds(runs, piece, bounds):
+def _run_groups(runs, piece, groups):
     """Cut the runs into groups of at least ``piece`` elements; return the number of groups."""
-    groups = 0
+    count = 0
     held = np.int64(0)
-    bounds[0] = 0
+    groups[0] = 0
     for k in range(runs.shape[0]):
         held += runs[k, NUMEL]
         if held >= piece or k == runs.shape[0] - 1:
-            groups += 1
-            bounds[groups] = k + 1
-            held = 0
-    return groups
+            count += 1
+            groups[count] = k + 1
+            held = np.int64(0)
+    return count

@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from zero_nb.core.checks import check_array, check_runs, run_bounds
+from zero_nb.core.checks import check_array, check_runs, run_groups
 from zero_nb.core.kernels import (
     GRAD,
     NUMEL,
@@ -30,19 +30,15 @@ from zero_nb.core.kernels import (
     _sum_squares,
     _sum_squares_parallel,
     launch,
-    runs_parallel,
 )
 from zero_nb.core.precision import FLOAT32
-
-_NO_BOUNDS = np.zeros(1, np.int64)
 
 
 def _prepare(grad, runs, rows, fmt):
     """Check the gradient and the runs; return the flat gradient, groups of runs, elements."""
     check_array("grad", grad, dtype=fmt.dtype)
     total = check_runs(runs, read=[("grad", GRAD, grad.size)], rows=rows)
-    bounds = run_bounds(runs) if runs_parallel(total) else _NO_BOUNDS
-    return grad.reshape(-1), bounds, total
+    return grad.reshape(-1), run_groups(runs, total), total
 
 
 def max_abs(grad, runs, rows, fmt=FLOAT32):
@@ -69,11 +65,12 @@ def max_abs(grad, runs, rows, fmt=FLOAT32):
     TypeError, ValueError
         An array of another dtype or layout, or a run outside the buffer.
     """
-    flat, bounds, total = _prepare(grad, runs, rows, fmt)
+    flat, groups, total = _prepare(grad, runs, rows, fmt)
     bits = flat.view(np.uint32) if fmt is FLOAT32 else flat
     mask = np.uint32(0x7FFFFFFF if fmt is FLOAT32 else 0x7FFF)
     of_run, of_row = np.empty(len(runs), np.uint32), np.zeros(rows, np.uint32)
-    launch(_max_bits, _max_bits_parallel, total, bits, mask, runs, bounds, of_run)
+    args = (bits, mask, runs, of_run, groups, 0, len(groups) - 1)
+    launch(_max_bits, _max_bits_parallel, total, *args)
     _max_of_rows(of_run, runs, of_row)
     result = fmt.widen(of_row.view(np.float32) if fmt is FLOAT32 else of_row.astype(np.uint16))
     result[~np.isfinite(result)] = np.inf
@@ -123,7 +120,7 @@ def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
         An array of another dtype or layout, a run outside the buffer, max_abs not finite, or an
         element far above max_abs, or more elements than total_numel.
     """
-    flat, bounds, total = _prepare(grad, runs, rows, fmt)
+    flat, groups, total = _prepare(grad, runs, rows, fmt)
     exponent, k = _grid(max_abs, total_numel)
     _check_numel(total, rows, total_numel)
     sums = np.zeros(rows, np.int64)
@@ -131,7 +128,8 @@ def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
         return sums
     of_run = np.empty((len(runs), 2), np.int64)
     scale = math.ldexp(1.0, k - 2 * exponent)
-    launch(_sum_squares, _sum_squares_parallel, total, flat, fmt.code, runs, scale, bounds, of_run)
+    args = (flat, fmt.code, runs, scale, of_run, groups, 0, len(groups) - 1)
+    launch(_sum_squares, _sum_squares_parallel, total, *args)
     seen = int(_sum_of_rows(of_run, runs, sums))
     if not 0 <= seen < 1 << (k + 1):
         _raise_larger(max_abs)

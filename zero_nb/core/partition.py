@@ -26,7 +26,7 @@ import numpy as np
 
 from zero_nb.core.checks import check_array, check_world_size
 from zero_nb.core.flat import padded_numel, unflatten
-from zero_nb.core.kernels import _walk_all, _walk_all_parallel, launch
+from zero_nb.core.kernels import _walk, _walk_parallel, copy_blocks, launch
 
 
 @dataclass(frozen=True)
@@ -376,9 +376,8 @@ def partition(arrays, layout):
         real, numel = int(starts[-1]), layout.buffer_numels[rank]
         buffer = np.empty(numel, full.dtype)
         buffer[real:] = 0
-        launch(
-            _walk_all, _walk_all_parallel, real, buffer.view(bits), source, starts, places, False
-        )
+        args = (buffer.view(bits), source, starts, places, False, 0, copy_blocks(real))
+        launch(_walk, _walk_parallel, real, *args)
         buffers.append(buffer)
     return buffers
 
@@ -428,7 +427,8 @@ def gather_flat(shards, layout, out=None):
     full = out.view(bits)
     for shard, (starts, places) in zip(shards, layout.tables, strict=True):
         real = int(starts[-1])
-        launch(_walk_all, _walk_all_parallel, real, shard.view(bits), full, starts, places, True)
+        args = (shard.view(bits), full, starts, places, True, 0, copy_blocks(real))
+        launch(_walk, _walk_parallel, real, *args)
     return out
 
 

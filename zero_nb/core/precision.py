@@ -13,10 +13,11 @@ from zero_nb.core.kernels import (
     CODE_BFLOAT16,
     CODE_FLOAT16,
     CODE_FLOAT32,
-    _round_all,
-    _round_all_parallel,
-    _widen_all,
-    _widen_all_parallel,
+    _round_blocks,
+    _round_blocks_parallel,
+    _widen_blocks,
+    _widen_blocks_parallel,
+    copy_blocks,
     launch,
 )
 
@@ -67,8 +68,8 @@ class Format:
         """
         check_array("x", x, dtype=np.float32)
         out = self._output(x, out, self.dtype)
-        flat = x.reshape(-1)
-        launch(_round_all, _round_all_parallel, x.size, flat, self.code, out.reshape(-1))
+        args = (x.reshape(-1), self.code, out.reshape(-1), 0, copy_blocks(x.size))
+        launch(_round_blocks, _round_blocks_parallel, x.size, *args)
         return out
 
     def widen(self, bits, out=None):
@@ -93,8 +94,8 @@ class Format:
         """
         check_array("bits", bits, dtype=self.dtype)
         out = self._output(bits, out, np.dtype(np.float32))
-        flat = bits.reshape(-1)
-        launch(_widen_all, _widen_all_parallel, bits.size, flat, self.code, out.reshape(-1))
+        args = (bits.reshape(-1), self.code, out.reshape(-1), 0, copy_blocks(bits.size))
+        launch(_widen_blocks, _widen_blocks_parallel, bits.size, *args)
         return out
 
     @staticmethod

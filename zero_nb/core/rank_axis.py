@@ -23,6 +23,7 @@ from zero_nb.core.kernels import (
     _sum_rows_everywhere_parallel,
     _sum_rows_parallel,
     launch,
+    sum_blocks,
 )
 from zero_nb.core.precision import FLOAT32
 
@@ -66,11 +67,12 @@ def sum_rows(x_RN, fmt=FLOAT32, out=None):
     if out.size != numel:
         raise ValueError(f"out must have {numel} elements, one for each column, got {out.shape}")
     check_no_overlap(x_RN=x_RN, out=out)
-    flat, flat_out = x_RN.reshape(-1), out.reshape(-1)
+    flat, flat_out, last = x_RN.reshape(-1), out.reshape(-1), sum_blocks(numel)
     if fmt is FLOAT32:
-        launch(_sum_rows, _sum_rows_parallel, x_RN.size, flat, rows, flat_out)
+        launch(_sum_rows, _sum_rows_parallel, x_RN.size, flat, rows, flat_out, 0, last)
     else:
-        launch(_sum_rows_bits, _sum_rows_bits_parallel, x_RN.size, flat, rows, fmt.code, flat_out)
+        args = (flat, rows, fmt.code, flat_out, 0, last)
+        launch(_sum_rows_bits, _sum_rows_bits_parallel, x_RN.size, *args)
     return out
 
 
@@ -97,19 +99,13 @@ def sum_rows_everywhere(x_RN, fmt=FLOAT32):
     """
     _check_rows("x_RN", x_RN, fmt.dtype, writable=True)
     rows, numel = x_RN.shape
-    flat = x_RN.reshape(-1)
+    flat, last = x_RN.reshape(-1), sum_blocks(numel)
     if fmt is FLOAT32:
-        launch(_sum_rows_everywhere, _sum_rows_everywhere_parallel, x_RN.size, flat, rows, numel)
+        kernels = _sum_rows_everywhere, _sum_rows_everywhere_parallel
+        launch(*kernels, x_RN.size, flat, rows, numel, 0, last)
     else:
-        launch(
-            _sum_rows_everywhere_bits,
-            _sum_rows_everywhere_bits_parallel,
-            x_RN.size,
-            flat,
-            rows,
-            numel,
-            fmt.code,
-        )
+        kernels = _sum_rows_everywhere_bits, _sum_rows_everywhere_bits_parallel
+        launch(*kernels, x_RN.size, flat, rows, numel, fmt.code, 0, last)
     return x_RN
 
 
@@ -150,7 +146,7 @@ def spread(src_N, out_RN):
     if own_row < 0:
         check_no_overlap(src_N=src_N, out_RN=out_RN)
     src, out = _as_bits(src_N), _as_bits(out_RN)
-    launch(_spread, _spread_parallel, out.size, src, out, rows, own_row)
+    launch(_spread, _spread_parallel, out.size, src, out, rows, own_row, 0, sum_blocks(numel))
     return out_RN
 
 
@@ -189,12 +185,7 @@ def spread_diagonal(x_RF):
             f"numel {numel} is not a multiple of world_size {rows}; pad the flat_param with "
             "flat.pad first"
         )
-    launch(
-        _spread_diagonal,
-        _spread_diagonal_parallel,
-        x_RF.size,
-        _as_bits(x_RF),
-        rows,
-        numel // rows,
-    )
+    shard = numel // rows
+    args = (_as_bits(x_RF), rows, shard, 0, rows * sum_blocks(shard))
+    launch(_spread_diagonal, _spread_diagonal_parallel, x_RF.size, *args)
     return x_RF

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from zero_nb.core.checks import check_array, check_no_overlap, check_runs, run_bounds
+from zero_nb.core.checks import check_array, check_no_overlap, check_runs, run_groups
 from zero_nb.core.kernels import (
     ADAM_HYPER,
     GRAD,
@@ -25,7 +25,6 @@ from zero_nb.core.kernels import (
     _sgd,
     _sgd_parallel,
     launch,
-    runs_parallel,
 )
 from zero_nb.core.precision import FLOAT32
 
@@ -105,7 +104,7 @@ def sgd_hyper(lr, momentum=0.0, weight_decay=0.0, grad_scale=1.0):
 
 
 def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, columns):
-    """Check everything an update touches; return flat param, codes and the groups of runs.
+    """Check everything an update touches; return flat param, codes, groups of runs, elements.
 
     ``buffers`` are the float32 arrays that are written: (name, column, array).
     """
@@ -125,12 +124,8 @@ def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, colum
         written.append(("param", PARAM, param.size))
     total = check_runs(runs, [("grad", GRAD, grad.size)], written, hyper_rows=len(hyper))
     codes = (grad_format.code, -1 if param is None else param_format.code)
-    bounds = run_bounds(runs) if runs_parallel(total) else _NO_BOUNDS
     flat_param = _NO_BITS if param is None else param.reshape(-1)
-    return flat_param, codes, bounds, total
-
-
-_NO_BOUNDS = np.zeros(1, np.int64)
+    return flat_param, codes, run_groups(runs, total), total
 
 
 def adam_update(
@@ -185,7 +180,7 @@ def adam_update(
         ("exp_avg", STATE, exp_avg),
         ("exp_avg_sq", STATE, exp_avg_sq),
     )
-    flat_param, codes, bounds, total = _prepare(
+    flat_param, codes, groups, total = _prepare(
         buffers, grad, grad_format, param, param_format, runs, hyper, ADAM_HYPER
     )
     launch(
@@ -201,7 +196,9 @@ def adam_update(
         hyper,
         bool(decoupled),
         codes,
-        bounds,
+        groups,
+        0,
+        len(groups) - 1,
     )
 
 
@@ -255,7 +252,7 @@ def sgd_update(
     buffers = [("target", TARGET, target)]
     if momentum_buffer is not None:
         buffers.append(("momentum_buffer", STATE, momentum_buffer))
-    flat_param, codes, bounds, total = _prepare(
+    flat_param, codes, groups, total = _prepare(
         buffers, grad, grad_format, param, param_format, runs, hyper, SGD_HYPER
     )
     if momentum_buffer is None and (nesterov or np.any(hyper[:, SGD_MOMENTUM])):
@@ -270,8 +267,9 @@ def sgd_update(
         flat_param,
         runs,
         hyper,
-        momentum_buffer is not None,
         bool(nesterov),
         codes,
-        bounds,
+        groups,
+        0,
+        len(groups) - 1,
     )

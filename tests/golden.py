@@ -64,12 +64,16 @@ def grad0(model):
     return _named(model, _arrays(model)["grad0"])
 
 
-def final(model, optimizer, variant="base"):
-    """Parameters after 20 steps in a single process (masters for bf16): name to float32."""
+def final(model, optimizer, variant="base", mode="single", world=1):
+    """Parameters after 20 steps (masters for bf16): name to float32.
+
+    Of a single process; for `mlp_odd` in bf16 also of modes ddp and fsdp2, worlds 2 and 4.
+    """
     base = _arrays(model)[f"{optimizer}-base"]
     if variant != "base":
         # Stored as the difference of the bits: small numbers, which compress well.
-        moved = base.view(np.int32) + _arrays(model)[f"{optimizer}-{variant}"]
+        suffix = "" if mode == "single" else f"-{mode}-w{world}"
+        moved = base.view(np.int32) + _arrays(model)[f"{optimizer}-{variant}{suffix}"]
         base = moved.view(np.float32)
     return _named(model, base)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tiny import PRECISIONS, SHAPES, UNITS, gpt, gpt_batches, own_grads, own_params
+from tiny import PRECISIONS, SHAPES, UNITS, dirty_memory, gpt, gpt_batches, own_grads, own_params
 from zero_nb.config import UsageError
 from zero_nb.train.buckets import GradientBuffer
 from zero_nb.train.engine import Engine
@@ -146,7 +146,8 @@ def buffer_of(world_size=2, **settings):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_what_layers_write_is_the_flat_gradient_and_padding_is_zero(world_size):
+def test_what_layers_write_is_the_flat_gradient_and_padding_is_zero(world_size, monkeypatch):
+    dirty_memory(monkeypatch)
     opt, buffer = buffer_of(world_size)
     grads = own_grads(world_size)
     for name, target in buffer.targets(SHAPES).items():

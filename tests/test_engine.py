@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 
 import naive_training as naive
-from tiny import PRECISIONS, STAGES, STEPS, VOCAB, WORLD_SIZES, gpt, gpt_batches, mlp, mlp_batches
+from tiny import (
+    PRECISIONS,
+    STAGES,
+    STEPS,
+    VOCAB,
+    WORLD_SIZES,
+    dirty_memory,
+    gpt,
+    gpt_batches,
+    mlp,
+    mlp_batches,
+)
 from zero_nb.cluster.simulated import SimulatedWorld
 from zero_nb.config import UsageError
 from zero_nb.core.precision import BFLOAT16, FLOAT32
@@ -70,6 +81,18 @@ def test_every_stage_and_unit_gives_the_weights_of_ranks_that_hold_everything(
             for parameter, array in engine.optimizer.weights().items():
                 same = array.tobytes() == weights[parameter].tobytes()
                 assert same, (stage, name, parameter)
+
+
+@by_stage
+@by_precision
+@pytest.mark.parametrize("bucket", [None, 1000])
+def test_memory_that_was_never_written_is_never_read(bucket, precision, stage, monkeypatch):
+    settings = {"stage": stage, "world_size": 8, "precision": precision, "max_grad_norm": 1.0}
+    settings |= {"reduce_bucket_size": bucket}
+    clean, _ = trained(gpt(), gpt_batches(2), **settings)
+    dirty_memory(monkeypatch)
+    dirty, _ = trained(gpt(), gpt_batches(2), **settings)
+    assert dirty.optimizer.weights_sha256() == clean.optimizer.weights_sha256()
 
 
 @by_precision

@@ -65,6 +65,20 @@ def test_the_norm_has_the_same_bits_for_every_stage_world_size_and_unit(precisio
     assert norms.pop() == pytest.approx(true_norm(gradient), rel=tolerance)
 
 
+@pytest.mark.parametrize("numel", [2047, 2048, 2049])
+def test_how_finely_squares_are_counted_depends_on_real_elements_only(numel):
+    """The grid is coarser above each power of two; padding must not lift a model above it."""
+    rng, norms = np.random.default_rng(numel), set()
+    params = {name: np.zeros(n, np.float32) for name, n in (("a", 1000), ("b", numel - 1000))}
+    gradient = {n: rng.normal(size=p.shape).astype(np.float32) for n, p in params.items()}
+    for world_size in (1, 2, 3, 5, 8):
+        for units in (None, {"a": ["a"], "b": ["b"]}):
+            opt = ZeROOptimizer(params, world_size=world_size, units=units, max_grad_norm=1.0)
+            opt.backward(on_one_rank(gradient, world_size, 0))
+            norms.add(opt.step().grad_norm)
+    assert len(norms) == 1
+
+
 def test_one_ranks_shard_is_not_the_norm_and_neither_is_the_sum_of_norms():
     gradient = {name: np.full(shape, 2, np.float32) for name, shape in SHAPES.items()}
     for stage in STAGES:

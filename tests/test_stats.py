@@ -58,6 +58,7 @@ def test_stats_are_those_of_the_ledger_at_the_moment_gradients_were_complete(sta
     result = opt.step()
     after = opt.memory_stats()
     assert result.held_bytes == held
+    assert before.communication_overhead == 0  # nothing is known of a step yet
     assert before.total_memory_saved == after.total_memory_saved
     baseline = model_state_bytes(0, 4, padded_numel(NUMELS, 4), "fp32")
     assert after.total_memory_saved == baseline.total - sum(held.values())

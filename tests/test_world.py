@@ -206,7 +206,7 @@ def not_fitting(size):
         "columns first": (np.asfortranarray(x), "C-contiguous.*ascontiguousarray"),
         "every second": (np.full((size, 4 * size), 3, np.float32)[:, ::2], "C-contiguous"),
         "read-only": (read_only, "writable"),
-        "unaligned": (unaligned, "aligned"),
+        "unaligned": (unaligned, "C-contiguous, aligned, writable"),
     }
 
 

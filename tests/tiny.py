@@ -63,6 +63,25 @@ def own_grads(world_size, seed=2):
     return {name: np.stack(grads) for name, grads in drawn.items()}
 
 
+def dirty_memory(monkeypatch):
+    """Let NumPy hand out memory that is full of NaN, as it may after any other use of it."""
+    empty, empty_like = np.empty, np.empty_like
+
+    def soiled(array):
+        # All bits of a bfloat16 set are a NaN too.
+        array.fill(np.nan if array.dtype.kind == "f" else np.array(-1).astype(array.dtype))
+        return array
+
+    def dirty(*args, **kwargs):
+        return soiled(empty(*args, **kwargs))
+
+    def dirty_like(*args, **kwargs):
+        return soiled(empty_like(*args, **kwargs))
+
+    monkeypatch.setattr(np, "empty", dirty)
+    monkeypatch.setattr(np, "empty_like", dirty_like)
+
+
 def padding_of(array, unit, world):
     """Where an (R, F) or (R, S) array of a unit has padding: a mask of its shape."""
     full = np.zeros((world.size, unit.layout.padded_numel), bool)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from zero_nb.config import UsageError
+from zero_nb.theory.frameworks import FRAMEWORKS
 from zero_nb.theory.memory import get_recipe, model_state_bytes
 from zero_nb.theory.peak import MOMENTS
 from zero_nb.theory.plan import (
@@ -17,7 +18,7 @@ from zero_nb.theory.plan import (
     plan_grid,
     resolve_model,
 )
-from zero_nb.theory.presets import get_model
+from zero_nb.theory.presets import MODELS, get_model
 from zero_nb.theory.specs import gpt_like, shape_for
 from zero_nb.theory.traffic import elements_per_step
 
@@ -270,3 +271,38 @@ def test_make_run_takes_the_frameworks_choices_unless_told():
     assert (run.recipe, run.execution) == (get_recipe("fp32-bf16-compute"), "eager")
     run = make_run(ClusterSpec(8), 3, framework="fsdp2", precision="bf16", loss="chunked")
     assert (run.recipe.total_bytes, run.loss) == (16, "chunked")
+
+
+def test_every_preset_framework_and_stage_can_be_planned():
+    for place, model in enumerate(MODELS.values()):
+        framework = list(FRAMEWORKS)[place % len(FRAMEWORKS)]
+        for stage in range(4):
+            answer = plan(model, A100, stage=stage, framework=framework, recompute="full")
+            assert answer.total_bytes > 0
+            assert sum(answer.bytes.values()) == answer.total_bytes
+            json.dumps(answer.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan("gpt2", A100, micro_batch=10**12), "micro_batch must be at most"),
+        (lambda: plan("gpt2", A100, micro_batch=2**31, seq=2**31), "more than an exabyte"),
+        (lambda: plan("gpt2", 10**30), "world_size must be at most"),
+        (lambda: plan(10**17, 8), "params must be at most"),
+        (lambda: plan_grid(["gpt2"], [8], batches=[2**40]), "more than an exabyte"),
+    ],
+)
+def test_absurd_numbers_are_one_clear_line_too(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_large_but_possible_numbers_do_not_wrap_around():
+    cluster = ClusterSpec(2**20, 2**40)
+    options = {"seq": 131072, "flash": False, "stage": 3}
+    answer = plan("llama-3.1-405b", cluster, **options)
+    assert answer.largest_micro_batch is None
+    assert answer.total_bytes > cluster.device_bytes
+    small = plan("gpt2", ClusterSpec(8, 2**50), seq=1024)
+    assert small.largest_micro_batch == 2**16

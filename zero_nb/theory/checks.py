@@ -11,8 +11,8 @@ from zero_nb.config import UsageError
 __all__ = ["check_count", "check_divides", "check_positive", "check_stage", "name_error"]
 
 
-def check_count(name: str, value: object, *, least: int = 0) -> int:
-    """A whole number of at least `least`, as a Python int.
+def check_count(name: str, value: object, *, least: int = 0, most: int | None = None) -> int:
+    """A whole number of at least `least`, and at most `most`, as a Python int.
 
     Raises
     ------
@@ -24,6 +24,8 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
     number = operator.index(whole) if counts else least - 1
     if number < least:
         raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if most is not None and number > most:
+        raise UsageError(f"{name} must be at most {most:,}, got {value!r}")
     return number
 
 

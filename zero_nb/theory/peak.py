@@ -35,12 +35,14 @@ from zero_nb.theory.specs import ModelSpec
 
 __all__ = [
     "KINDS",
+    "LARGEST_BYTES",
     "LINES",
     "MOMENTS",
     "OFFLOADS",
     "DeviceModel",
     "Peak",
     "Run",
+    "bytes_per_sample",
     "device_model",
     "moment_lines",
     "peak_of_stage",
@@ -78,6 +80,12 @@ MOMENTS = (
     "gradient reduction",
     "optimizer step",
 )
+
+LARGEST_COUNT = 2**31
+"""No plan is made for more devices, sequences or tokens than this."""
+
+LARGEST_BYTES = 2**60
+"""Nor for more bytes: arithmetic on arrays is in 64-bit integers."""
 
 OFFLOADS: dict[str, str] = {
     "optimizer": "gradients, master copy and moments on the host (ZeRO-Offload, arXiv:2101.06840)",
@@ -152,7 +160,7 @@ class Run:
         """Refuse what cannot be run."""
         object.__setattr__(self, "stage", check_stage(self.stage))
         for name in ("world_size", "tp", "pp", "sp", "micro_batch", "seq", "micro_batches"):
-            check_count(name, getattr(self, name), least=1)
+            check_count(name, getattr(self, name), least=1, most=LARGEST_COUNT)
         _check_parallel(self)
         for name, known in (("recompute", RECOMPUTES), ("execution", EXECUTIONS), ("loss", LOSSES)):
             if getattr(self, name) not in known:
@@ -244,6 +252,14 @@ class DeviceModel:
             else:
                 columns[entry.name] = np.array(values, np.int64).reshape(-1, 1, 1)
         return cls(**columns)
+
+
+def bytes_per_sample(model: DeviceModel, run: Run) -> int:
+    """An upper bound on what one more sequence of a micro-batch adds, bytes."""
+    e = run.recipe.compute_bytes
+    layers = max(model.saved, model.full_layer) * (model.blocks * model.passes + 1)
+    ends = model.hidden * (16 + 4 * e + e * run.framework.scratch) + 2 * e * model.gates * model.ffn
+    return run.seq * (layers + ends + model.vocab * LOSSES[run.loss][0])
 
 
 def device_model(spec: ModelSpec, run: Run, pipeline_stage: int = 0, numel: int = 0) -> DeviceModel:
@@ -558,6 +574,11 @@ def peak_of_stage(spec: ModelSpec, run: Run, pipeline_stage: int = 0, numel: int
     model = device_model(spec, run, pipeline_stage, numel)
     lines = moment_lines(model, run)
     totals = {moment: sum(lines[moment].values()) for moment in MOMENTS}
+    if max(totals.values()) > LARGEST_BYTES:
+        raise UsageError(
+            f"a micro-batch of {run.micro_batch:,} sequences of {run.seq:,} tokens on a model of "
+            f"{model.numel:,} parameters needs more than an exabyte; give smaller numbers"
+        )
     largest = max(totals, key=totals.__getitem__)
     states = _states(model, run, run.dp)
     kept = run.framework.grads_persist

@@ -23,11 +23,13 @@ from zero_nb.theory.frameworks import (
 from zero_nb.theory.memory import get_recipe, recipe_state_bytes
 from zero_nb.theory.network import Network, StepTime, flops_per_token, step_time
 from zero_nb.theory.peak import (
+    LARGEST_BYTES,
     LINES,
     MOMENTS,
     DeviceModel,
     Peak,
     Run,
+    bytes_per_sample,
     device_model,
     moment_lines,
     pipeline_peaks,
@@ -242,7 +244,7 @@ def resolve_model(model: ModelSpec | str | int, seq: int | None = None) -> tuple
     if isinstance(model, str):
         spec = get_model(model)
         return spec, spec.numel
-    numel = check_count("params", model, least=1)
+    numel = check_count("params", model, least=1, most=10**15)
     return shape_for(numel, seq=seq or 2048), numel
 
 
@@ -576,14 +578,13 @@ def _largest_batch(question: _Question, run: Run) -> int | None:
     """The largest micro-batch that fits, or None."""
     if question.states_only:
         return None
-    limit = question.cluster.device_bytes
-    candidates = np.arange(1, LARGEST_BATCH + 1, dtype=np.int64)
-    each = [
-        _device_totals(model, run, np.int64(run.dp), candidates)[0]
-        for model in question.models(run)
-    ]
-    fitting = np.flatnonzero(np.maximum.reduce(each) <= limit)
-    return int(candidates[fitting[-1]]) if fitting.size else None
+    models = question.models(run)
+    most = LARGEST_BYTES // max(bytes_per_sample(model, run) for model in models)
+    candidates = np.arange(1, max(1, min(LARGEST_BATCH, most)) + 1, dtype=np.int64)
+    each = [_device_totals(model, run, np.int64(run.dp), candidates)[0] for model in models]
+    too_much = np.flatnonzero(np.maximum.reduce(each) > question.cluster.device_bytes)
+    fitting = int(too_much[0]) if too_much.size else candidates.size
+    return fitting or None
 
 
 def _largest_numel(question: _Question, run: Run) -> int | None:
@@ -882,7 +883,9 @@ def plan_grid(
         run = make_run(ClusterSpec(worlds[0]), stage, **_fitting(stage, options))
         fullest = np.zeros((shape[0], shape[1], shape[3]), np.int64)
         for place in range(run.pp):
-            model = DeviceModel.stack([device_model(spec, run, place) for spec in specs])
+            here = [device_model(spec, run, place) for spec in specs]
+            _check_room(here, run, max(batches))
+            model = DeviceModel.stack(here)
             bytes_here, index = _device_totals(model, run, dp, batch)
             larger = np.broadcast_to(bytes_here, fullest.shape) > fullest
             fullest = np.where(larger, bytes_here, fullest)
@@ -896,6 +899,16 @@ def plan_grid(
         specs, tuple(worlds), tuple(stages), tuple(batches), total, moment, sent, device_bytes,
         MappingProxyType(kinds),
     )  # fmt: skip
+
+
+def _check_room(models: list[DeviceModel], run: Run, batch: int) -> None:
+    """Refuse a grid whose bytes would not fit into 64-bit integers."""
+    for model in models:
+        if batch * bytes_per_sample(model, run) + 64 * model.numel > LARGEST_BYTES:
+            raise UsageError(
+                f"micro-batches up to {batch:,} of {run.seq:,} tokens need more than an exabyte; "
+                "give smaller numbers"
+            )
 
 
 def _elements(model: DeviceModel, run: Run, dp: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_nb.config import UsageError
+from zero_nb.theory.frameworks import RESERVED_LOGS
 from zero_nb.theory.published import (
     BAND,
     heldout_rows,
@@ -15,6 +16,7 @@ from zero_nb.theory.published import (
     published_rows,
     settings,
 )
+from zero_nb.theory.tables import make_table
 
 REFERENCE = Path(__file__).parent / "data" / "reference"
 
@@ -108,3 +110,12 @@ def test_llm_c_prints_every_allocation():
 
 def test_comment_lines_are_skipped():
     assert load_rows(["# note", "a,b", "1,2"]) == [{"a": "1", "b": "2"}]
+
+
+def test_the_page_in_the_docs_shows_the_present_predictions():
+    page = (Path(__file__).parents[1] / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert make_table("reality").to_markdown() in page
+    for source, _, _ in RESERVED_LOGS:
+        assert source in page
+    misses = [judge(row).row for row in published_rows() if not judge(row).right]
+    assert all(f"**{row}**" in page for row in misses)

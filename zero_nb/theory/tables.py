@@ -60,6 +60,17 @@ class Table:
             "notes": list(self.notes),
         }
 
+    def to_markdown(self) -> str:
+        """The table as Markdown, without its title."""
+        lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
+        words = {True: "yes", False: "no", None: ""}
+        return "\n".join(
+            "| "
+            + " | ".join(words[v] if v is None or isinstance(v, bool) else str(v) for v in line)
+            + " |"
+            for line in lines
+        )
+
     def column(self, name: str) -> list[object]:
         """One column's values."""
         place = self.columns.index(name)

@@ -5,7 +5,7 @@ import pytest
 
 from zero_nb.theory.own_engine import engine_lines, gpt_activation_bytes, mlp_activation_bytes
 from zero_nb.train.engine import Engine
-from zero_nb.train.model import GPT, MLP, GPTConfig, MLPConfig
+from zero_nb.train.model import DIGITS, GPT, LESSON, MLP, GPTConfig, MLPConfig
 
 SIZES = (1, 2, 4, 8)
 STAGES = (0, 1, 2, 3)
@@ -117,6 +117,24 @@ def test_activations_and_lines_of_the_mlp_equal_the_ledger(stage, world_size):
     samples = -(-8 // world_size)
     assert report.largest_bytes["activation"] == mlp_activation_bytes(samples, MLP_SIZES)
     assert lines(report) == vars(engine_lines(stage, world_size, numels))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("config", "world_size", "precision"),
+    [(DIGITS, 4, "bf16"), (DIGITS, 8, "fp32"), (LESSON, 2, "bf16"), (LESSON, 8, "bf16")],
+    ids=["digits-4", "digits-8", "lesson-2", "lesson-8"],
+)
+def test_the_models_that_train_here(stage, config, world_size, precision):
+    report, numels = measured(
+        GPT(config), gpt_batch(config, 8), stage=stage, world_size=world_size, precision=precision
+    )
+    assert lines(report) == vars(engine_lines(stage, world_size, numels, precision))
+    wanted = gpt_activation_bytes(
+        8 // world_size, config.seq_len, config.width, config.heads, config.blocks,
+        config.vocab_size,
+    )  # fmt: skip
+    assert report.largest_bytes["activation"] == wanted
 
 
 @pytest.mark.parametrize("stage", STAGES)

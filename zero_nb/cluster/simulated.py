@@ -1,12 +1,70 @@
 """All ranks in this process, each owning its own row of every array."""
 
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import final
 
-from zero_nb.cluster.world import World
-from zero_nb.config import check_world_size
+from zero_nb.cluster.world import Pending, World
+from zero_nb.config import UsageError, check_world_size
 from zero_nb.core import rank_axis
 
-__all__ = ["SimulatedWorld"]
+__all__ = ["EmulatedLink", "SimulatedWorld"]
+
+
+@dataclass(frozen=True)
+class EmulatedLink:
+    """A link that messages are held up by, so that there is something to hide. Emulated.
+
+    Parameters
+    ----------
+    bytes_per_s : float
+        Bandwidth of one rank's link (beta is its inverse). Bytes, not bits.
+    latency_s : float
+        Start-up time of a message (alpha).
+
+    Notes
+    -----
+    A message takes ``latency_s + bytes sent by one rank on a ring / bytes_per_s``, and then the
+    time of the copy in memory. What it reads is read at the end of that time: a buffer that is
+    written to too early shows in the result.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self):
+        """Check both figures."""
+        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
+            raise UsageError(f"bytes_per_s must be a finite number above 0, got {self.bytes_per_s}")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise UsageError(f"latency_s must be a finite number of at least 0: {self.latency_s}")
+
+    def seconds(self, transfer):
+        """Return how long a message takes on this link."""
+        return self.latency_s + transfer.bytes_sent / self.bytes_per_s
+
+
+@final
+class _UnderWay(Pending):
+    """Messages under way, in order: in the communication thread, or still to be carried out."""
+
+    def __init__(self, clock):
+        self._clock, self._jobs = clock, []
+
+    def add(self, job):
+        """Wait for one more message; `job` returns when it has arrived."""
+        self._jobs.append(job)
+
+    def wait(self):
+        """Return once every result is there, and book the time stood still."""
+        start = time.perf_counter()
+        while self._jobs:
+            self._jobs.pop(0)()
+        self._clock.exposed_s += time.perf_counter() - start
 
 
 @final
@@ -21,10 +79,56 @@ class SimulatedWorld(World):
     ----------
     size : int
         Number of ranks.
+    link : EmulatedLink, optional
+        Hold up messages of parameters and gradients. All go through one communication thread,
+        in order, as on one link.
     """
 
-    def __init__(self, size):
+    def __init__(self, size, *, link=None):
         super().__init__(size, range(check_world_size(size)))
+        if link is not None and not isinstance(link, EmulatedLink):
+            raise UsageError(f"link must be an EmulatedLink, got {type(link).__name__}")
+        self.link = link
+        self._under_way = None
+        self._thread = None
+
+    @contextmanager
+    def deferred(self):
+        """See `World.deferred`.
+
+        On an emulated link a communication thread fills in the results. Without one nothing can
+        be hidden on shared memory, so they are filled in when somebody waits for them: the
+        latest moment allowed.
+        """
+        before, self._under_way = self._under_way, _UnderWay(self.clock)
+        try:
+            yield self._under_way
+        finally:
+            self._under_way = before
+
+    def _carry(self, transfer, fill):
+        held_up = self.link is not None and transfer.purpose in ("param", "grad")
+        if self._under_way is None and not held_up:
+            super()._carry(transfer, fill)
+            return
+        if held_up:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero_nb-comm")
+            arrival = self._thread.submit(self._fill, transfer, fill).result
+        else:
+            arrival = partial(self._fill, transfer, fill)
+        waiting = _UnderWay(self.clock) if self._under_way is None else self._under_way
+        waiting.add(arrival)
+        if waiting is not self._under_way:
+            waiting.wait()
+
+    def _fill(self, transfer, fill):
+        """Carry a message out at the pace of the link, and book how long it took."""
+        start = time.perf_counter()
+        if self.link is not None and transfer.purpose in ("param", "grad"):
+            time.sleep(self.link.seconds(transfer))
+        fill()
+        self.clock.add(transfer, start, time.perf_counter(), waited=False)
 
     def _all_reduce(self, x_RF, fmt):
         rank_axis.sum_rows_everywhere(x_RF, fmt)
@@ -42,7 +146,7 @@ class SimulatedWorld(World):
 
     def _broadcast(self, x_RN, root):
         if self.size > 1:
-            rank_axis.spread(x_RN[root].copy(), x_RN)
+            rank_axis.spread(x_RN[root], x_RN)
 
     def _all_gather_scalars(self, values_RK):
         return values_RK.copy()

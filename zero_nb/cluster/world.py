@@ -10,6 +10,7 @@ reduce_scatter, sharded -> replicated is all_gather. R is W in the simulated wor
 few) under MPI; the stages are written once, for both.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from zero_nb.config import UsageError, check_world_size
 from zero_nb.core import flat
 from zero_nb.core.precision import FLOAT32
 
-__all__ = ["PURPOSES", "Transfer", "TransferLog", "World"]
+__all__ = ["PURPOSES", "CommClock", "Pending", "Transfer", "TransferLog", "World"]
 
 PURPOSES = ("param", "grad", "control", "other")
 """What is sent: parameters, gradients, agreed scalars, or anything outside training steps."""
@@ -84,6 +85,45 @@ class TransferLog:
         return len(self.transfers)
 
 
+@final
+class CommClock:
+    """How long messages of parameters and gradients took, and how long somebody waited for them.
+
+    Attributes
+    ----------
+    comm_s : float
+        Time in which a message was under way.
+    exposed_s : float
+        Of that, the time nobody computed; the rest was hidden behind computing.
+    spans : list of (Transfer, float, float), or None
+        Begin and end of each message, ``time.perf_counter`` seconds, if a trace is wanted.
+    """
+
+    def __init__(self):
+        self.spans = None
+        self.reset()
+
+    def reset(self):
+        """Start from zero; the spans are kept."""
+        self.comm_s = self.exposed_s = 0.0
+
+    def add(self, transfer, start, stop, *, waited):
+        """Book one message; `waited` says that the caller stood still for it."""
+        if self.spans is not None:
+            self.spans.append((transfer, start, stop))
+        if transfer.purpose in ("param", "grad"):
+            self.comm_s += stop - start
+            if waited:
+                self.exposed_s += stop - start
+
+
+class Pending:
+    """Collectives under way; the plain one has nothing to wait for."""
+
+    def wait(self):
+        """Return once every result is there."""
+
+
 # Elements one rank sends on a ring for a message of n elements (n a multiple of W): n (W-1)/W
 # for reduce_scatter and all_gather, twice that for all_reduce, which is one after the other.
 # A broadcast is passed on along the ring: every rank but the last sends all of it once.
@@ -110,6 +150,7 @@ class World(ABC):
     size : int
     ranks : tuple of int
     log : TransferLog
+    clock : CommClock
 
     Notes
     -----
@@ -129,6 +170,7 @@ class World(ABC):
                 f"hosted ranks must be consecutive and within 0..{self.size - 1}, got {ranks}"
             )
         self.log = TransferLog()
+        self.clock = CommClock()
         self._purpose = None
         # Called with each `Transfer` before it happens, for worlds whose ranks could disagree.
         self._announce = None
@@ -149,6 +191,20 @@ class World(ABC):
             yield self
         finally:
             self._purpose = before
+
+    @contextmanager
+    def deferred(self):
+        """Let the collectives inside the block go on while the caller computes.
+
+        Their arguments are checked, their results allocated and their transfers logged at once,
+        in program order, so that bytes do not depend on timing; only the filling happens later.
+
+        Yields
+        ------
+        Pending
+            To be waited for before a result is read or an argument changed.
+        """
+        yield Pending()
 
     # --- the collectives -----------------------------------------------------------------
 
@@ -179,8 +235,14 @@ class World(ABC):
         purpose = self._booked_as(purpose)
         self._check_full("all_reduce", x_RF, fmt)
         if x_RF.size:
-            with self._logged("all_reduce", x_RF.shape[1], fmt.itemsize, purpose, label):
-                self._all_reduce(x_RF, fmt)
+            self._send(
+                "all_reduce",
+                x_RF.shape[1],
+                fmt.itemsize,
+                purpose,
+                label,
+                lambda: self._all_reduce(x_RF, fmt),
+            )
         return x_RF
 
     def reduce_scatter(self, x_RF, *, purpose="grad", fmt=FLOAT32, label=""):
@@ -200,8 +262,14 @@ class World(ABC):
         self._check_full("reduce_scatter", x_RF, fmt)
         out_RS = np.empty((self.hosted, x_RF.shape[1] // self.size), fmt.dtype)
         if x_RF.size:
-            with self._logged("reduce_scatter", x_RF.shape[1], fmt.itemsize, purpose, label):
-                self._reduce_scatter(x_RF, fmt, out_RS)
+            self._send(
+                "reduce_scatter",
+                x_RF.shape[1],
+                fmt.itemsize,
+                purpose,
+                label,
+                lambda: self._reduce_scatter(x_RF, fmt, out_RS),
+            )
         return out_RS
 
     def all_gather(self, x_RS, *, out=None, purpose="param", fmt=FLOAT32, label=""):
@@ -246,11 +314,12 @@ class World(ABC):
                 raise UsageError(
                     "all_gather shards overlap out; pass own_shard(out) or a separate array"
                 )
-        with self._logged("all_gather", full, fmt.itemsize, purpose, label):
-            if in_place:
-                self._all_gather_in_place(out)
-            else:
-                self._all_gather(np.ascontiguousarray(x_RS), out)
+        if in_place:
+            fill = lambda: self._all_gather_in_place(out)  # noqa: E731
+        else:
+            own_RS = np.ascontiguousarray(x_RS)
+            fill = lambda: self._all_gather(own_RS, out)  # noqa: E731
+        self._send("all_gather", full, fmt.itemsize, purpose, label, fill)
         return out
 
     def broadcast(self, x_RN, *, root=0, purpose="other", fmt=FLOAT32, label=""):
@@ -272,8 +341,14 @@ class World(ABC):
             raise UsageError(f"broadcast root must be within 0..{self.size - 1}, got {root}")
         self._check_rows("broadcast", x_RN, fmt)
         if x_RN.size:
-            with self._logged("broadcast", x_RN.shape[1], fmt.itemsize, purpose, label):
-                self._broadcast(x_RN, root)
+            self._send(
+                "broadcast",
+                x_RN.shape[1],
+                fmt.itemsize,
+                purpose,
+                label,
+                lambda: self._broadcast(x_RN, root),
+            )
         return x_RN
 
     def all_gather_scalars(self, values_RK, *, purpose="control", label=""):
@@ -295,8 +370,17 @@ class World(ABC):
                 f"all_gather_scalars takes ({self.hosted}, K) values, got {values_RK.shape}"
             )
         numel = values_RK.shape[1] * self.size
-        with self._logged("all_gather", numel, values_RK.itemsize, purpose, label):
-            return self._all_gather_scalars(values_RK)
+        found = []
+        self._send(
+            "all_gather",
+            numel,
+            values_RK.itemsize,
+            purpose,
+            label,
+            lambda: found.append(self._all_gather_scalars(values_RK)),
+            at_once=True,
+        )
+        return found[0]
 
     def own_shard(self, x_RF):
         """Return the (R, S) view whose row i is slice ``ranks[i]`` of row i: no copy."""
@@ -354,15 +438,23 @@ class World(ABC):
         """Return the purpose to log under; refused before anything is sent."""
         return _check_purpose(purpose) if self._purpose is None else self._purpose
 
-    @contextmanager
-    def _logged(self, collective, numel, itemsize, purpose, label):
-        """Announce a message of `numel` elements, and log it once it is sent."""
+    def _send(self, collective, numel, itemsize, purpose, label, fill, *, at_once=False):
+        """Announce a message of `numel` elements, have it carried out by `fill`, and log it."""
         elements = _RING_ELEMENTS[collective](numel, self.size)
         transfer = Transfer(collective, purpose, elements, elements * itemsize, label)
         if self._announce is not None:
             self._announce(transfer)
-        yield
+        if at_once:  # scalars: the answer is wanted here
+            World._carry(self, transfer, fill)
+        else:
+            self._carry(transfer, fill)
         self.log.add(transfer)
+
+    def _carry(self, transfer, fill):
+        """Carry a message out, now; a world may do it later for what is `deferred`."""
+        start = time.perf_counter()
+        fill()
+        self.clock.add(transfer, start, time.perf_counter(), waited=True)
 
 
 def _check_purpose(purpose):

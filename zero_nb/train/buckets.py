@@ -12,9 +12,9 @@ bucket size. The buffer has min(reduce_bucket_size, padded numel of the model) e
 during backward only, and is what lets stage 2 use more memory than stage 1 when it is large.
 
 [Note: a bucket in flight]
-With two buffers a full bucket is in flight while the other one is filled. It is reduced when its
-buffer is needed again, or at the end of the backward pass: the latest moment that a real
-asynchronous reduction could read it. So a buffer filled too early would show in the gradients.
+With `overlap` one message is in flight while the next one is filled: a second bucket, or, where
+every unit travels alone, the gradient of the unit before. It is waited for when the next message
+is complete, and at the end of the backward pass; so two are alive at most, whatever the timing.
 """
 
 from dataclasses import dataclass, field
@@ -100,6 +100,17 @@ class _Bucket:
     ranges: list = field(default_factory=list)  # (unit, first column of the shard, columns)
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """A message under way, what it will bring, and what must not change until it has."""
+
+    pending: object
+    shard_RC: np.ndarray
+    ranges: tuple
+    bucket: _Bucket | None
+    sent: np.ndarray
+
+
 @final
 class GradientBuckets:
     """Reduce-scatters gradients to their owners, in buckets if a size is given.
@@ -111,23 +122,22 @@ class GradientBuckets:
     bucket_numel : int or None
         Elements of a bucket on one rank. None: every unit's gradient travels alone, from where
         backward wrote it, and there is no buffer.
-    double : bool
-        Two buffers, see [Note: a bucket in flight].
+    overlap : bool
+        Keep one message in flight while the next one is made, see [Note: a bucket in flight].
     """
 
-    def __init__(self, world, ledger, bucket_numel=None, *, double=False):
+    def __init__(self, world, ledger, bucket_numel=None, *, overlap=False):
         self.world, self.ledger = world, ledger
-        self.bucket_numel, self.double = bucket_numel, double
+        self.bucket_numel, self.overlap = bucket_numel, overlap
         self._filling = {}  # format -> bucket
-        self._in_flight = {}
+        self._free = {}  # format -> an emptied buffer
+        self._in_flight = []
 
     def reduce_scatter(self, unit, grad_RF):
         """Send a unit's partial float32 gradient (R, F) to its owners, now or in a full bucket."""
         unit.check_room()
         if self.bucket_numel is None or unit.layout.padded_numel == 0:
-            wire_RF = unit.to_wire(grad_RF)
-            shard_RS = self.world.reduce_scatter(wire_RF, fmt=unit.recipe.wire, label=unit.name)
-            unit.accumulate(shard_RS)
+            self._send_alone(unit, grad_RF)
             return
         shard = unit.layout.shard_numel
         grad_RWS = grad_RF.reshape(self.world.hosted, self.world.size, shard)
@@ -138,30 +148,45 @@ class GradientBuckets:
             self._put(bucket, unit, grad_RWS, start, count)
             start += count
             if bucket.used == bucket.columns:
-                self._close(unit.recipe.wire)
+                self._send(self._filling.pop(unit.recipe.wire), unit.recipe.wire)
 
     def flush(self):
         """Reduce what is in the buckets and give their memory back; the end of a backward pass."""
         for fmt in list(self._filling):
-            self._wait(fmt)
-            self._reduce(self._filling.pop(fmt), fmt)
-        for fmt in list(self._in_flight):
-            self._wait(fmt)
+            self._send(self._filling.pop(fmt), fmt)
+        self._arrive()
+        self._free.clear()
 
     def discard(self):
         """Forget what is in the buckets."""
-        self._filling.clear()
+        for message in self._in_flight:
+            message.pending.wait()
         self._in_flight.clear()
+        self._filling.clear()
+        self._free.clear()
+
+    def _send_alone(self, unit, grad_RF):
+        """Send one unit's gradient from where it lies."""
+        wire_RF = unit.to_wire(grad_RF)
+        self._arrive()
+        with self.world.deferred() as pending:
+            shard_RS = self.world.reduce_scatter(wire_RF, fmt=unit.recipe.wire, label=unit.name)
+        self._in_flight.append(_InFlight(pending, shard_RS, ((unit, None, None),), None, wire_RF))
+        if not self.overlap:
+            self._arrive()
 
     def _open(self, fmt):
         """Return the bucket being filled, making one if there is none."""
         if fmt not in self._filling:
-            columns = max(1, self.bucket_numel // self.world.size)
-            numel = self.world.hosted * self.world.size * columns
-            flat = np.empty((self.world.hosted, numel // self.world.hosted), fmt.dtype)
-            self.ledger.register(flat, "bucket", "bucket")
-            self._filling[fmt] = _Bucket(flat.reshape(-1), columns)
+            self._filling[fmt] = self._free.pop(fmt, None) or self._make(fmt)
         return self._filling[fmt]
+
+    def _make(self, fmt):
+        """Allocate a bucket."""
+        columns = max(1, self.bucket_numel // self.world.size)
+        flat = np.empty((self.world.hosted, self.world.size * columns), fmt.dtype)
+        self.ledger.register(flat, "bucket", "bucket")
+        return _Bucket(flat.reshape(-1), columns)
 
     def _put(self, bucket, unit, grad_RWS, start, count):
         """Copy columns start ... start + count of a gradient, rounded to the wire, to the end."""
@@ -175,42 +200,44 @@ class GradientBuckets:
         bucket.ranges.append((unit, start, count))
         bucket.used += count
 
-    def _close(self, fmt):
-        """Send a full bucket; with two buffers it stays in flight until the next one is full."""
-        full = self._filling.pop(fmt)
-        if not self.double:
-            self._filling[fmt] = self._reduce(full, fmt)
-            return
-        free = self._wait(fmt)
-        self._in_flight[fmt] = full
-        if free is not None:
-            self._filling[fmt] = free
+    def _send(self, bucket, fmt):
+        """Send a bucket; what was in flight before has to arrive first."""
+        wire_RN = self._message(bucket)
+        self._arrive()
+        with self.world.deferred() as pending:
+            shard_RC = self.world.reduce_scatter(wire_RN, fmt=fmt, label="bucket")
+        self._in_flight.append(
+            _InFlight(pending, shard_RC, tuple(bucket.ranges), bucket, bucket.flat)
+        )
+        if not self.overlap:
+            self._arrive()
 
-    def _wait(self, fmt):
-        """Reduce the bucket in flight; return its buffer, to be filled again."""
-        bucket = self._in_flight.pop(fmt, None)
-        return None if bucket is None else self._reduce(bucket, fmt)
-
-    def _reduce(self, bucket, fmt):
-        """Reduce-scatter a bucket and hand each unit its columns; return it empty."""
+    def _message(self, bucket):
+        """Return the used part of a bucket as one contiguous (R, W * columns) message."""
         hosted, size, used = self.world.hosted, self.world.size, bucket.used
-        if used:
-            wire = bucket.flat
-            if used < bucket.columns:
-                # Close the gaps between the owners' rows, so that the message is contiguous;
-                # every row moves towards the front, so going upwards overwrites nothing unread.
-                rows = hosted * size
-                for row in range(1, rows):
-                    source = wire[row * bucket.columns : row * bucket.columns + used]
-                    wire[row * used : (row + 1) * used] = source.copy()
-                wire = wire[: rows * used]
-            shard_RC = self.world.reduce_scatter(
-                wire.reshape(hosted, size * used), fmt=fmt, label="bucket"
-            )
+        wire = bucket.flat
+        if used < bucket.columns:
+            # Close the gaps between the owners' rows, so that the message is contiguous; every
+            # row moves towards the front, so going upwards overwrites nothing unread.
+            for row in range(1, hosted * size):
+                source = wire[row * bucket.columns : row * bucket.columns + used]
+                wire[row * used : (row + 1) * used] = source.copy()
+        return wire[: hosted * size * used].reshape(hosted, size * used)
+
+    def _arrive(self):
+        """Wait for what is in flight and hand each unit its part; its buffer is free again."""
+        for message in self._in_flight:
+            message.pending.wait()
+            if message.bucket is None:
+                message.ranges[0][0].accumulate(message.shard_RC)
+                continue
             at = 0
-            for unit, start, count in bucket.ranges:
-                unit.accumulate_columns(np.ascontiguousarray(shard_RC[:, at : at + count]), start)
+            for unit, start, count in message.ranges:
+                columns_Rn = np.ascontiguousarray(message.shard_RC[:, at : at + count])
+                unit.accumulate_columns(columns_Rn, start)
                 at += count
-        bucket.used = 0
-        bucket.ranges.clear()
-        return bucket
+            message.bucket.used = 0
+            message.bucket.ranges.clear()
+            fmt = message.ranges[0][0].recipe.wire
+            self._free[fmt] = message.bucket
+        self._in_flight.clear()

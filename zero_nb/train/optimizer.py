@@ -274,7 +274,7 @@ class ZeROOptimizer:
         if size is not None:
             size = check_at_least_one("reduce_bucket_size", size, "element")
             size = min(size, sum(layout.padded_numel for layout in layouts))
-        return GradientBuckets(self.world, self.ledger, size, double=settings["overlap_comm"])
+        return GradientBuckets(self.world, self.ledger, size, overlap=settings["overlap_comm"])
 
     def _make_unit(self, name, layout, recipe, trainable, params):
         """Lay parameters out in a flat buffer and let the stage place it."""

@@ -83,3 +83,38 @@ def test_a_notebook_shows_a_table_with_a_heading_for_each_row():
     for text in ("1,000", "20", "3", "1,023", "4,000,000", "<caption>", "scope='row'"):
         assert text in html
     assert html.count("<tr>") == html.count("</tr>") == 5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_sent_is_counted_for_the_last_step_alone(stage):
+    """A model of one's own gathers nothing to compute: stage 3 sends half of the baseline."""
+    opt = ZeROOptimizer(own_params(), stage=stage, world_size=3)
+    baseline = 2 * 23 * 2 * 4  # all-reduce: 2 (W - 1) of 69 / 3 float32 elements
+    for step in range(3):
+        opt.backward(own_grads(3, seed=step))
+        opt.step()
+        overhead = opt.memory_stats().communication_overhead
+        assert overhead == (-baseline // 2 if stage == 3 else 0)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("settings", [{"frozen": ["embed"]}, {"micro_batches": 2}])
+def test_the_baseline_freezes_and_accumulates_alike(settings, stage, precision):
+    """Nothing is saved by a stage that is compared with itself; a share of it by the others."""
+    opt = ZeROOptimizer(
+        own_params(), stage=stage, world_size=3, precision=precision, units=UNITS, **settings
+    )
+    grads = {n: g for n, g in own_grads(3).items() if n not in settings.get("frozen", ())}
+    for _ in range(settings.get("micro_batches", 1)):
+        opt.backward(grads)
+    held = opt.ledger.held_bytes()
+    opt.step()
+    stats = opt.memory_stats()
+    saved = {
+        "param": stats.parameter_memory_saved,
+        "grad": stats.gradient_memory_saved,
+        "optim": stats.optimizer_memory_saved,
+    }
+    for kind, first in (("optim", 1), ("grad", 2), ("param", 3)):
+        assert saved[kind] == (2 * held[kind] if stage >= first else 0), kind

@@ -138,6 +138,66 @@ def test_what_travels_is_float32_itself_or_a_rounded_copy_that_is_booked():
     assert unit.ledger.current_bytes("bucket") == bits.nbytes // 2
 
 
+def unit_that_adds(micro_batches, precision="bf16", world_size=2):
+    unit = unit_of(world_size, precision)
+    return Unit("u", unit.layout, unit.recipe, unit.world, unit.ledger, micro_batches=micro_batches)
+
+
+def test_the_first_gradient_is_kept_as_it_is():
+    unit = unit_of(2)
+    grad = np.ones((2, unit.layout.padded_numel), np.float32)
+    unit.accumulate(grad)
+    assert unit.grad is grad
+    assert unit.ledger.current_bytes("grad") == 4 * unit.layout.padded_numel
+
+
+def test_a_single_gradient_is_held_in_16_bits_and_several_in_float32():
+    for micro_batches, dtype in ((1, np.uint16), (2, np.float32)):
+        unit = unit_that_adds(micro_batches)
+        unit.accumulate(np.ones((2, unit.layout.padded_numel), np.float32))
+        assert unit.grad.dtype == dtype
+        itemsize = np.dtype(dtype).itemsize
+        assert unit.ledger.current_bytes("grad") == itemsize * unit.layout.padded_numel
+
+
+def test_gradients_on_the_wire_are_added_in_float32():
+    unit = unit_that_adds(3)
+    for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 would be 256 again
+        bits = BFLOAT16.round(np.full((2, unit.layout.shard_numel), value, np.float32))
+        unit.accumulate(bits)
+    assert np.all(unit.grad == 258.0)
+
+
+def test_columns_of_a_shard_are_added_where_they_belong():
+    unit, whole = unit_that_adds(2, "fp32"), unit_that_adds(2, "fp32")
+    shard = unit.layout.shard_numel
+    for batch in range(2):
+        grad = np.random.default_rng(batch).normal(size=(2, shard)).astype(np.float32)
+        whole.accumulate(grad.copy())
+        for start, stop in ((0, 5), (5, 6), (6, shard)):
+            assert unit.batches_held == batch
+            unit.accumulate_columns(grad[:, start:stop].copy(), start)
+        assert unit.batches_held == batch + 1
+    assert unit.grad.tobytes() == whole.grad.tobytes()
+
+
+def test_a_gradient_too_many_is_refused_and_the_others_kept():
+    unit = unit_that_adds(2, "fp32")
+    grad = np.ones((2, unit.layout.shard_numel), np.float32)
+    unit.accumulate(grad.copy())
+    unit.accumulate(grad.copy())
+    words = r"'u' already holds a gradient of every micro-batch.*call step\(\) or zero_grad\(\) first"
+    with pytest.raises(UsageError, match=words):
+        unit.accumulate(grad)
+    with pytest.raises(UsageError, match=words):
+        unit.accumulate_columns(grad[:, :1], 0)
+    assert np.all(unit.grad == 2)
+    unit.drop_gradient()
+    assert (unit.grad, unit.batches_held, unit.ledger.current_bytes("grad")) == (None, 0, 0)
+    unit.accumulate(grad)
+    assert np.all(unit.grad == 1)
+
+
 # --- views -----------------------------------------------------------------------------------
 
 

@@ -13,8 +13,11 @@ PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
+EXTRAS := lab,dev
 else
 BIN := $(VENV)/bin
+# The tests start real processes; there is no MPICH for Windows to install.
+EXTRAS := lab,dev,mpi
 endif
 PY := $(BIN)/python
 # Relative, so that a clone whose path has spaces works. Newer than what it was made from.
@@ -32,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python >= 3.11 is needed, this is ' + sys.version.split()[0] + '; try: make PYTHON=python3.12')"
 	@echo "Setting up $(VENV) (about a minute, once)"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	$(PY) -c "open('$(READY)', 'w').close()"
 
 run: $(READY)

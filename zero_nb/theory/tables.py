@@ -15,9 +15,11 @@ from zero_nb.theory.activations import interleave_factor, korthikanti_layer_byte
 from zero_nb.theory.checks import name_error
 from zero_nb.theory.estimators import (
     DIFFERENCES,
+    accelerate_estimate,
     deepspeed_zero2,
     deepspeed_zero3,
     eleuther,
+    llm_analysis_states,
     megatron,
 )
 from zero_nb.theory.memory import OPTIMIZERS, PRECISIONS, Recipe, get_recipe
@@ -25,7 +27,12 @@ from zero_nb.theory.presets import DEVICES, MODELS, get_model
 from zero_nb.theory.published import heldout_rows, judge, published_rows, read_data
 from zero_nb.theory.sizes import format_gb_gib
 from zero_nb.theory.specs import gpt_like, llama_like
-from zero_nb.theory.traffic import elements_per_step, zeropp_volume
+from zero_nb.theory.traffic import (
+    deepspeed_elements_per_step,
+    elements_per_step,
+    mics_traffic,
+    zeropp_volume,
+)
 
 __all__ = ["TABLES", "Table", "exact_state_bytes", "make_table", "paper_digits", "table2_label"]
 
@@ -391,7 +398,9 @@ def tools() -> Table:
         ).gpu_bytes,
         "megatron": round(one.weight_and_optimizer),
         "eleuther": round(states),
-        "accelerate": 4 * 4 * spec.numel,
+        "accelerate": round(accelerate_estimate(spec.numel)[1]),
+        "llm-analysis": sum(llm_analysis_states(spec, 3, world).values())
+        - llm_analysis_states(spec, 3, world)["numel"],
     }
     rows = tuple(
         (tool, count, format_gb_gib(count), DIFFERENCES[tool]) for tool, count in counted.items()
@@ -465,6 +474,19 @@ def traffic() -> Table:
             rows.append((f"stage {stage}", k, sent / unit, sent * world // (world - 1) // unit))
         sent = elements_per_step(3, world, unit, micro_batches=k, no_sync=True)
         rows.append(("stage 3, no_sync", k, sent / unit, sent * world // (world - 1) // unit))
+        for stage in (1, 2):
+            sent = deepspeed_elements_per_step(stage, world, unit, micro_batches=k)
+            whole = sent * world // (world - 1) // unit
+            rows.append((f"stage {stage}, all-reduced buckets (DeepSpeed)", k, sent / unit, whole))
+        hybrid = mics_traffic(world, 8, unit, micro_batches=k)
+        rows.append(
+            ("hybrid shard in groups of 8 (MiCS), in the group", k, hybrid.group_elements / unit,
+             3 * k)
+        )  # fmt: skip
+        rows.append(
+            ("hybrid shard in groups of 8 (MiCS), between groups", k,
+             hybrid.replica_elements / unit, 2 / 8)
+        )  # fmt: skip
     plus = zeropp_volume()
     rows.append(("ZeRO++ between nodes", 1, plus.total, plus.total))
     return Table(

@@ -126,7 +126,7 @@ def test_G6_there_is_no_dummy_first_step(stage, precision):
 
 @by_stage
 def test_G7_step_1001_is_not_step_1(stage):
-    """m = v = 1: the next move is 0.7954 * lr by the count that was kept, 0.3162 * lr by a new one."""
+    """m = v = 1: the next move is 0.7954 * lr by the count kept, 0.3162 * lr by a new one."""
     opt = ZeROOptimizer({"w": np.zeros(3, F32)}, stage=stage, world_size=2, rule=Adam(lr=1.0))
     state = opt.state_dict()
     for moments in state["moments"].values():

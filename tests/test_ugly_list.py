@@ -21,12 +21,15 @@ from own_model import (
     same_on_every_rank,
 )
 from zero_nb.core.precision import FLOAT16, FLOAT32
+from zero_nb.train import checkpoint
+from zero_nb.train.checkpoint import LAYOUTS
 from zero_nb.train.optim import AdamW, ParameterGroup
 from zero_nb.train.optimizer import ZeROOptimizer
 from zero_nb.train.scaling import DynamicLossScale
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 SENTINEL = 7777.0
+F32 = np.float32
 
 SHAPES = {
     "five": (5,),
@@ -212,6 +215,47 @@ def test_the_ugly_list_in_fp16_skips_a_step_with_one_inf_on_all_ranks(
             same_bits({name: used[name][0] for name in SHAPES}, want)
         same_on_every_rank(opt)
         assert bits_of_padding(opt) == padding, "the sentinel changed"
+
+
+# --- saved on N ranks, loaded on M --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("here", "there"), [(1, 8), (3, 2), (4, 3), (8, 4)])
+def test_the_ugly_list_saved_on_some_ranks_trains_on_others_to_the_same_weights(
+    here, there, layout, precision, tmp_path
+):
+    """Fed reduced gradients: another number of ranks adds in another order."""
+    scale = {"loss_scale": DynamicLossScale(1024.0)} if precision == "fp16" else {}
+    ways = MICRO_BATCHES_FIRST + RANKS_FIRST
+    saved = optimizer(2, here, 1, precision=precision, **scale)
+    fill_padding(saved, SENTINEL)
+    backward(saved, gradients(here, 1, 0, scale=saved.loss_scale))
+    saved.step()
+    checkpoint.save(saved, tmp_path, layout=layout)
+    opts = []
+    for stage, every in ways:
+        opt = optimizer(stage, there, 1, every, precision=precision, **scale)
+        fill_padding(opt, SENTINEL)
+        padding = bits_of_padding(opt)
+        checkpoint.load(opt, tmp_path)
+        same_bits(opt.weights(), saved.weights())
+        same_bits(full_state(opt), full_state(saved))
+        same_on_every_rank(opt)
+        assert opt.rule.steps == saved.rule.steps
+        assert bits_of_padding(opt) == padding
+        opts.append(opt)
+    rng = np.random.default_rng(13)
+    drawn = given_gradients(rng, SHAPES, {}, FROZEN, 1)
+    reduced = {name: np.asarray(grad[0]) for name, grad in drawn.items()}
+    for opt in (saved, *opts):
+        opt.set_gradients(
+            {name: np.asarray(grad * F32(opt.loss_scale)) for name, grad in reduced.items()}
+        )
+        assert opt.step().applied
+        same_bits(opt.weights(), saved.weights())
+        same_bits(full_state(opt), full_state(saved))
 
 
 def snapshot(opt):

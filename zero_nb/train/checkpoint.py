@@ -224,7 +224,7 @@ def _agree_on_folder(world, directory, step, leads):
             _sync_folder(path.parent)
         for path in directory.iterdir():
             if path.name.startswith((_SAVING, _PRUNED)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path)
         again = 0
         while (directory / _folder_name(step, again)).exists():
             again += 1
@@ -258,17 +258,11 @@ def _write_sharded(optimizer, scratch):
             for row, rank in enumerate(world.ranks)
         ]
 
-    written = _writing(world, scratch.parent, write)
-    # A size and a SHA-256 are five int64: every process learns them without reading files.
-    sums_R5 = np.array(
-        [[size, *np.frombuffer(digest, "<i8")] for size, digest in written], np.int64
-    )
-    sums_W5 = world.all_gather_scalars(sums_R5, purpose="other", label="checksums")
+    sums = _tell_all(world, [[one] for one in _writing(world, scratch.parent, write)])
     kinds = list(snapshot.kinds_of(snapshot.describe(optimizer)))
     return {
         _rank_file(rank, world.size): _entry(
-            int(sums_W5[rank, 0]),
-            sums_W5[rank, 1:].astype("<i8").tobytes(),
+            *sums[rank][0],
             kinds,
             {
                 name: [start, stop]
@@ -277,6 +271,20 @@ def _write_sharded(optimizer, scratch):
         )
         for rank in range(world.size)
     }
+
+
+def _tell_all(world, written):
+    """Make known to all what was written: for each hosted rank a list of (size, SHA-256)."""
+    # Five int64 each: nobody has to read another's files.
+    rows = [
+        [number for size, digest in row for number in (size, *np.frombuffer(digest, "<i8"))]
+        for row in written
+    ]
+    sums_W = world.all_gather_scalars(np.array(rows, np.int64), purpose="other", label="sums")
+    return [
+        [(int(part[0]), part[1:].astype("<i8").tobytes()) for part in row.reshape(-1, 5)]
+        for row in sums_W
+    ]
 
 
 def _rank_file(rank, world_size):
@@ -300,20 +308,25 @@ def _write_consolidated(optimizer, scratch):
     kinds = snapshot.kinds_of(described)
     numels = {n: math.prod(p["shape"]) for n, p in described["parameters"].items()}
     trained = {n for n, p in described["parameters"].items() if p["trainable"]}
-    holds = {_MODEL: (kinds[:1], numels), _OPTIMIZER: (kinds[1:], trained)}
+    holds = {_MODEL: (kinds[:1], numels)}
+    if kinds[1:]:
+        holds[_OPTIMIZER] = (kinds[1:], trained)
 
     def write():
-        return {
-            file: _entry(
-                *_write_tensors(scratch / file, tensors[file], {"format": "pt"}),
-                list(of_kinds),
-                {name: [0, numels[name]] for name in numels if name in names},
-            )
-            for file, (of_kinds, names) in holds.items()
-            if of_kinds and leads
-        }
+        if not leads:
+            return [(0, bytes(32))] * len(holds)
+        return [_write_tensors(scratch / file, tensors[file], {"format": "pt"}) for file in holds]
 
-    return _writing(world, scratch.parent, write)
+    written = _writing(world, scratch.parent, write)
+    sums = _tell_all(world, [written] * world.hosted)[0]
+    return {
+        file: _entry(
+            *one,
+            list(of_kinds),
+            {name: [0, numels[name]] for name in numels if name in names},
+        )
+        for one, (file, (of_kinds, names)) in zip(sums, holds.items(), strict=True)
+    }
 
 
 def _entry(size, digest, kinds, pieces):
@@ -365,13 +378,18 @@ def _publish(scratch, folder, record):
     head = {"format": _FORMAT, "version": FORMAT_VERSION, "sha256": _NO_SUM}
     text = json.dumps(head | record, indent=1, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
+    pointer = json.dumps({"checkpoint": folder.name, "sha256": digest})
     _write_file(scratch / _RECORD, text.replace(_NO_SUM, digest, 1).encode())
+    _write_file(scratch / _POINTER, pointer.encode())
     _sync_folder(scratch)
+    # From here on nothing needs room on the disk: two renames.
     os.rename(scratch, folder)
-    _sync_folder(folder.parent)
-    pointer = folder.parent / f"{_SAVING}{_POINTER}"
-    _write_file(pointer, json.dumps({"checkpoint": folder.name, "sha256": digest}).encode())
-    os.replace(pointer, folder.parent / _POINTER)
+    try:
+        _sync_folder(folder.parent)
+        os.replace(folder / _POINTER, folder.parent / _POINTER)
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     _sync_folder(folder.parent)
 
 

@@ -51,7 +51,8 @@ class Recipe:
         Raises
         ------
         UsageError
-            If it is wider than the gradients held, or another 16-bit format.
+            If it is wider than the gradients held, or another 16-bit format; or if it leaves no
+            16-bit gradient to keep beside the float32 one (`both_grads`).
         """
         if reduce_dtype is None:
             return self
@@ -63,6 +64,11 @@ class Recipe:
             raise UsageError(
                 f"reduce dtype {wire.name} does not fit gradients held in {self.grad.name}; "
                 "use a recipe with float32 gradients, such as bf16-fp32-grads"
+            )
+        if self.both_grads and wire == FLOAT32:
+            raise UsageError(
+                f"reduce dtype {wire.name} leaves {self.name} no 16-bit gradient to keep beside "
+                "the float32 one; use bf16-fp32-grads"
             )
         return replace(self, wire=wire)
 

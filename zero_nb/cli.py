@@ -131,14 +131,18 @@ def _print_comparison(comparison):
 
 @app.command(
     epilog="Example: zero-nb train --stage 3 --world-size 4 --steps 400, "
-    "or zero-nb train --data README.md --stage 2 --json, or zero-nb train --engine mpi"
+    "or zero-nb train --data README.md --stage 2 --json, or zero-nb train --engine mpi, "
+    "or zero-nb train --steps 400 --save DIR --save-every 50, and after an interruption the same "
+    "with --resume DIR"
 )
 def train(
     stage: Annotated[str, typer.Option(help="ZeRO stage: 0, 1, 2 or 3.")] = "3",
     world_size: Annotated[
         int | None, typer.Option(help="Number of ranks; 4, or as many as a launcher started.")
     ] = None,
-    steps: Steps = 100,
+    steps: Annotated[
+        int, typer.Option(help="Training steps of the whole run, those before --resume included.")
+    ] = 100,
     precision: PrecisionOption = "bf16",
     data: Annotated[str, typer.Option(help="digits, or a file to read as bytes.")] = "digits",
     optimizer: Annotated[
@@ -152,6 +156,25 @@ def train(
     ] = None,
     reduce_bucket_size: Annotated[
         int | None, typer.Option(help="Elements reduced together; by default each unit alone.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Directory for a checkpoint after the last step.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="With --save: and after each so many steps.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="With --save: sharded, a file a rank, or consolidated.")
+    ] = "sharded",
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on from what --save wrote there, at any stage and world size."),
+    ] = None,
+    schedule_steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps of the learning-rate schedule, if the run is to go on after --steps."
+        ),
     ] = None,
     engine: Annotated[
         str, typer.Option(help="simulated: all ranks in this process; mpi: real processes.")
@@ -182,15 +205,26 @@ def train(
         "reduce_dtype": reduce_dtype,
         "reduce_bucket_size": reduce_bucket_size,
     }
+    saving = {
+        "save": save,
+        "save_every": save_every,
+        "layout": layout,
+        "resume": resume,
+        "schedule_steps": schedule_steps,
+    }
     with _world(engine, world_size, local_ranks, deadline) as world:
         run, samples, processes = _train(
-            world, chosen, data, steps, settings, measured=engine == "mpi"
+            world, chosen, data, steps, settings, saving, measured=engine == "mpi"
         )
+        saved = None if save is None else _saved(save)
         if as_json:
             more = {"processes": processes} if processes else {}
+            more |= {"checkpoint": saved} if saved else {}
             _print_json(run.to_json() | {"samples": samples} | more)
         else:
             _print_run(run, samples, processes)
+            if saved:
+                print(f"saved {saved['path']} ({saved['layout']}, {saved['bytes']:,} bytes)")
 
 
 @contextmanager
@@ -207,7 +241,15 @@ def _world(engine, world_size, local_ranks, deadline):
             yield world
 
 
-def _train(world, stage, data, steps, settings, *, measured):
+def _saved(directory):
+    """Return what was saved, as JSON can hold it."""
+    from zero_nb.train.checkpoint import read_info
+
+    info = read_info(directory)
+    return {"path": str(info.path), "layout": info.layout, "bytes": info.nbytes}
+
+
+def _train(world, stage, data, steps, settings, saving, *, measured):
     """Train; return the run, samples, and if `measured` what each process sent and held."""
     from zero_nb.compare import digits_task, text_task, train_stage
 
@@ -222,7 +264,7 @@ def _train(world, stage, data, steps, settings, *, measured):
                 world.member.tick(loss=report.loss)
 
         run, trained = train_stage(
-            stage, steps=steps, task=task, world=world, progress=progress, **settings
+            stage, steps=steps, task=task, world=world, progress=progress, **settings, **saving
         )
     processes = [] if trace is None else world.process_figures(trace.stop())
     return run, _samples(trained, task), processes

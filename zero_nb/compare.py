@@ -9,8 +9,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from zero_nb.config import UsageError, ZeROStage, check_precision, check_world_size
+from zero_nb.config import (
+    UsageError,
+    ZeROStage,
+    check_at_least_one,
+    check_precision,
+    check_world_size,
+)
 from zero_nb.theory import memory, traffic
+from zero_nb.train import checkpoint
 from zero_nb.train.data import Digits, TextBytes
 from zero_nb.train.engine import Engine
 from zero_nb.train.ledger import HELD_KINDS
@@ -257,6 +264,10 @@ def train_stage(
     units="block",
     world=None,
     schedule_steps=None,
+    save=None,
+    save_every=None,
+    layout="sharded",
+    resume=None,
     progress=None,
 ):
     """Train at one stage and measure it.
@@ -267,6 +278,7 @@ def train_stage(
     world_size : int
         Simulated ranks, unless `world` is given.
     steps : int
+        Of the whole run, those before `resume` included.
     precision : str
         One of `zero_nb.config.PRECISIONS`.
     task : Task, optional
@@ -287,20 +299,31 @@ def train_stage(
     world : World, optional
     schedule_steps : int, optional
         Steps of the whole learning-rate schedule, of which this run is the beginning; `steps` by
-        default.
+        default, and the saved one's after `resume`.
+    save : path-like, optional
+        Directory to save a checkpoint to after the last step, see `zero_nb.train.checkpoint`.
+    save_every : int, optional
+        And after each so many steps.
+    layout : {"sharded", "consolidated"}
+        Of the checkpoints.
+    resume : path-like, optional
+        Go on from a checkpoint that `save` made, at any stage and number of ranks. At the same
+        number the weights are those of a run that was never interrupted, to the bit.
     progress : callable, optional
         Called with a `StepReport` after each step.
 
     Returns
     -------
     run : StageRun
+        Of the steps trained here.
     engine : Engine
         To draw from, or go on with.
 
     Raises
     ------
     UsageError
-        If an argument is outside its range; nothing is trained then.
+        If an argument is outside its range, or what was saved is another run's; nothing is trained
+        then.
     """
     stage = ZeROStage.parse(stage)
     check_precision(precision)
@@ -308,12 +331,17 @@ def train_stage(
         check_world_size(world_size)
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
+    _check_saving(save, save_every, layout, schedule_steps)
     task = digits_task() if task is None else task
     batch = task.training.batch if batch is None else batch
     where = {"world_size": world_size} if world is None else {"world": world}
+    job = _job(task, batch, seed, schedule_steps or steps)
+    first = 0
+    if resume is not None:
+        first, job["schedule_steps"] = _check_resume(resume, job, steps, precision, schedule_steps)
     engine = _make_engine(
         task,
-        schedule_steps or steps,
+        job["schedule_steps"],
         optimizer,
         stage=stage,
         precision=precision,
@@ -324,12 +352,67 @@ def train_stage(
         reduce_bucket_size=reduce_bucket_size,
         **where,
     )
+    if save is not None:
+        checkpoint.prepare(engine.world, save)
+    if resume is not None:
+        checkpoint.load(engine.optimizer, resume)
     reports = []
-    for step in range(steps):
+    for step in range(first, steps):
         reports.append(engine.train_step(*task.dataset.batch(step, batch, seed)))
+        done = step + 1
+        if save is not None and (done == steps or (save_every and done % save_every == 0)):
+            extra = job | {"next_step": done}
+            checkpoint.save(engine.optimizer, save, layout=layout, extra=extra)
         if progress is not None:
             progress(reports[-1])
     return _stage_run(engine, precision, optimizer, reports, task.dataset), engine
+
+
+def _check_saving(save, save_every, layout, schedule_steps):
+    """Refuse what cannot be meant, before anything is made."""
+    for name, count in (("schedule_steps", schedule_steps), ("save_every", save_every)):
+        if count is not None:
+            check_at_least_one(name, count, "step")
+    if save_every is not None and save is None:
+        raise UsageError(f"save_every {save_every} needs a directory to save to; give save too")
+    if layout not in checkpoint.LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}; choose {' or '.join(checkpoint.LAYOUTS)}")
+
+
+def _job(task, batch, seed, schedule_steps):
+    """Return what a run has to share with the one it goes on from, as JSON can hold it."""
+    data = task.dataset
+    return {
+        "data": {"name": data.name, "samples": data.train_samples, "seq_len": data.seq_len},
+        "batch": batch,
+        "seed": seed,
+        "schedule_steps": schedule_steps,
+    }
+
+
+def _check_resume(directory, job, steps, precision, schedule_steps):
+    """Return the first step to train and the steps of the schedule, if it is the same job."""
+    info = checkpoint.read_info(directory)
+    if not {*job, "next_step"} <= info.extra.keys():
+        raise UsageError(
+            f"{info.path} was not saved by a training of zero-nb; load it with "
+            "zero_nb.train.checkpoint.load"
+        )
+    ours = {"precision": precision} | job
+    theirs = {"precision": info.precision} | info.extra
+    for name in ("data", "batch", "seed", "precision"):
+        if ours[name] != theirs[name]:
+            raise UsageError(
+                f"{info.path} was trained with {name} {theirs[name]}, not {ours[name]}; "
+                "resume with the same"
+            )
+    first = info.extra["next_step"]
+    if steps <= first:
+        raise UsageError(
+            f"{info.path} has been trained for {first} steps already, and steps counts them; "
+            f"give more than {first}"
+        )
+    return first, schedule_steps or info.extra["schedule_steps"]
 
 
 def _make_engine(task, steps, optimizer="adamw", **settings):

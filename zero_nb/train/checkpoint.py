@@ -46,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "load",
+    "prepare",
     "read_info",
     "read_weights",
     "save",
@@ -176,6 +177,31 @@ def save(optimizer, directory, *, layout="sharded", extra=None, keep=1):
     return CheckpointInfo._of(directory / folder, record)
 
 
+def prepare(world, directory):
+    """Make a directory to save to and see that it can be written to, before hours of training.
+
+    Parameters
+    ----------
+    world : World
+    directory : path-like
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot.
+    """
+    directory = Path(directory)
+
+    def probe():
+        if 0 in world.ranks:
+            _make_folder(directory)
+            path = directory / f"{_SAVING}nothing"
+            path.mkdir(exist_ok=True)
+            path.rmdir()
+
+    _writing(world, directory, probe)
+
+
 def _check_save(optimizer, layout, extra, keep):
     """Check everything that can be checked before a file is touched; return `extra` as JSON."""
     if layout not in LAYOUTS:
@@ -212,16 +238,21 @@ def _writing(world, directory, work):
     return snapshot.together(world, "saving", work_or_say)
 
 
+def _make_folder(directory):
+    """Make a directory and its parents, where there are none, and see them on the disk."""
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        _sync_folder(path.parent)
+
+
 def _agree_on_folder(world, directory, step, leads):
     """Clear away what a dead process left, make the folder to write in, and tell all its name."""
 
     def prepare():
         if not leads:
             return 0
-        made = [path for path in (directory, *directory.parents) if not path.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in made:
-            _sync_folder(path.parent)
+        _make_folder(directory)
         for path in directory.iterdir():
             if path.name.startswith((_SAVING, _PRUNED)):
                 shutil.rmtree(path)

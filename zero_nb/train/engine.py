@@ -23,7 +23,8 @@ padded (padding rows would change bits). A rank's bits do not depend on its chun
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from typing import final
 
@@ -33,6 +34,7 @@ from zero_nb.config import UsageError
 from zero_nb.core.blas import one_blas_thread
 from zero_nb.train.buckets import GradientBuffer
 from zero_nb.train.optimizer import StepResult, ZeROOptimizer
+from zero_nb.train.prefetch import FetchCounts, Prefetcher
 
 __all__ = ["Engine", "StepReport", "group_layers"]
 
@@ -56,6 +58,11 @@ class StepReport:
     largest_bytes : dict
         The largest of each kind during the step, each at its own time.
     seconds : float
+    comm_s, exposed_s : float
+        Time in which parameters or gradients were under way; the part of it in which nothing was
+        computed. The rest was hidden.
+    fetches : FetchCounts
+        How gathers were served (stage 3).
     """
 
     loss: float
@@ -66,6 +73,9 @@ class StepReport:
     peak_bytes: int
     largest_bytes: dict
     seconds: float
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    fetches: FetchCounts = field(default_factory=FetchCounts)
 
 
 def group_layers(model, units="block"):
@@ -130,6 +140,8 @@ class Engine:
         Of the initial parameters; the same on every rank.
     params : mapping of str to ndarray, optional
         Initial parameters, instead of drawing them.
+    prefetch_bucket_size, max_live_parameters, max_reuse_distance, reshard_after_forward
+        When stage 3 gathers and drops units, see `zero_nb.train.prefetch.Prefetcher`.
     **settings
         For `ZeROOptimizer`: stage, world_size or world, rule, precision, schedule, ...
 
@@ -139,9 +151,24 @@ class Engine:
     optimizer : ZeROOptimizer
     world : World
     ledger : Ledger
+    prefetcher : Prefetcher
+    tracer : Tracer or None
+        Set it to record what happens when, see `zero_nb.train.trace`.
     """
 
-    def __init__(self, model, *, units="block", seed=0, params=None, **settings):
+    def __init__(
+        self,
+        model,
+        *,
+        units="block",
+        seed=0,
+        params=None,
+        prefetch_bucket_size=0,
+        max_live_parameters=None,
+        max_reuse_distance=0,
+        reshard_after_forward=True,
+        **settings,
+    ):
         self.model = model
         groups = group_layers(model, units)
         params = model.init(seed) if params is None else params
@@ -151,6 +178,14 @@ class Engine:
             **settings,
         )
         self.world, self.ledger = self.optimizer.world, self.optimizer.ledger
+        self.prefetcher = Prefetcher(
+            self.optimizer,
+            prefetch_bucket_size=prefetch_bucket_size,
+            max_live_parameters=max_live_parameters,
+            max_reuse_distance=max_reuse_distance,
+            reshard_after_forward=reshard_after_forward,
+        )
+        self.tracer = None
         self._units_of = [self._units_with(layer.shapes) for layer in model.layers]
         count = len(model.layers)
         users = {
@@ -192,9 +227,11 @@ class Engine:
         start = time.perf_counter()
         with one_blas_thread():
             self.world.log.clear()
+            self.world.clock.reset()
             self.ledger.begin_step()
             loss = self.forward_backward(inputs, targets)
-            result = self.optimizer.step()
+            with self._span("step", "step"):
+                result = self.optimizer.step()
         log = self.world.log
         return StepReport(
             loss=loss,
@@ -205,6 +242,9 @@ class Engine:
             peak_bytes=self.ledger.peak_bytes,
             largest_bytes=self.ledger.largest_bytes,
             seconds=time.perf_counter() - start,
+            comm_s=self.world.clock.comm_s,
+            exposed_s=self.world.clock.exposed_s,
+            fetches=self.prefetcher.counts,
         )
 
     def forward_backward(self, inputs, targets):
@@ -222,48 +262,64 @@ class Engine:
             over ranks and micro-batches.
         """
         loss, count = 0.0, self.model.count(targets)
-        with one_blas_thread():
-            for chunks in self._micro_batches(inputs, targets):
-                for chunk in chunks:
-                    self._keep(chunk.ranks, (chunk.inputs,), "batch")
-                outputs, caches = self._forward(chunks, keep=True)
-                part, gradients = self._loss(chunks, outputs, count, self.optimizer.loss_scale)
-                loss += part
-                del outputs
-                self._backward(chunks, caches, gradients)
-                del gradients
+        micro_batches = self._micro_batches(inputs, targets)
+        try:
+            with one_blas_thread():
+                self.prefetcher.begin_step()
+                for chunks in micro_batches:
+                    loss += self._micro_step(chunks, count)
+                self.prefetcher.end_step()
+        except BaseException:
+            self.prefetcher.abandon()
+            raise
         self.optimizer.mark_used(self.model.shapes)
         self.ledger.phase = "outside"
+        return loss
+
+    def _micro_step(self, chunks, count):
+        """Run one micro-batch forward and backward; return its share of the loss."""
+        for chunk in chunks:
+            self._keep(chunk.ranks, (chunk.inputs,), "batch")
+        outputs, caches = self._forward(chunks, self.prefetcher, keep=True)
+        loss, gradients = self._loss(chunks, outputs, count, self.optimizer.loss_scale)
+        del outputs
+        self._backward(chunks, caches, gradients)
         return loss
 
     def evaluate(self, inputs, targets):
         """Return the mean loss of the current parameters, booked as purpose ``"other"``."""
         (chunks,) = self._micro_batches(inputs, targets, count=1)
         with one_blas_thread(), self.world.purpose("other"):
-            outputs, _ = self._forward(chunks, keep=False)
+            # A prefetcher of its own: looking is no part of the steps' order of units.
+            outputs, _ = self._forward(chunks, Prefetcher(self.optimizer), keep=False)
             for unit in self.optimizer.units:  # tied ones would wait for a backward pass
                 self.optimizer.reshard(unit)
             loss, _ = self._loss(chunks, outputs, self.model.count(targets), 1.0)
         return loss
 
-    def _unshard(self, i):
+    def _fetch(self, i, prefetcher):
         """Return the parameters that layer i computes with."""
         params = {}
         for unit in self._units_of[i]:
-            params |= self.optimizer.unshard(unit)
+            params |= prefetcher.fetch(unit)
         return params
 
-    def _forward(self, chunks, *, keep):
+    def _span(self, name, kind):
+        """Return a context in which the tracer, if any, takes the time."""
+        return nullcontext() if self.tracer is None else self.tracer.span(name, kind)
+
+    def _forward(self, chunks, prefetcher, *, keep):
         """Run all layers upwards; return each chunk's result and, if kept, each layer's caches."""
         self.ledger.phase = "forward"
         values, caches = [chunk.inputs for chunk in chunks], []
         for i, layer in enumerate(self.model.layers):
-            params = self._unshard(i)
+            params = self._fetch(i, prefetcher)
 
             def run(c, layer=layer, params=params, values=values):
                 return layer.forward(_rows(params, chunks[c].ranks), values[c])
 
-            results = _each(run, len(chunks))
+            with self._span(layer.name, "forward"):
+                results = _each(run, len(chunks))
             del params, run
             values = [value for value, _ in results]
             if keep:
@@ -272,7 +328,7 @@ class Engine:
                     self._keep(chunk.ranks, cache, layer.name)
             del results
             for unit in self._last_forward[i]:
-                self.optimizer.reshard(unit)
+                prefetcher.release(unit, forward=True)
         for chunk, value in zip(chunks, values, strict=True):
             self._keep(chunk.ranks, (value,), "output")
         return values, caches
@@ -297,7 +353,7 @@ class Engine:
         buffers = {}
         for i in reversed(range(len(self.model.layers))):
             layer = self.model.layers[i]
-            params, targets = self._unshard(i), {}
+            params, targets = self._fetch(i, self.prefetcher), {}
             for unit in self._units_of[i]:
                 if unit.name not in buffers:
                     buffers[unit.name] = GradientBuffer(unit)
@@ -308,12 +364,13 @@ class Engine:
                 rows = chunks[c].ranks
                 return layer.backward(_rows(params, rows), cache[c], dy[c], _rows(targets, rows))
 
-            gradients = _each(run, len(chunks))
+            with self._span(layer.name, "backward"):
+                gradients = _each(run, len(chunks))
             del params, targets, cache, run
             for unit in self._units_of[i]:
                 buffers[unit.name].add_up()
             for unit in self._last_backward[i]:
-                self.optimizer.reshard(unit)
+                self.prefetcher.release(unit, forward=False)
                 buffer = buffers.pop(unit.name)
                 if unit.trainable:
                     self.optimizer.post_backward(unit, buffer)

@@ -71,12 +71,15 @@ class Ledger:
     ----------
     events : list of LedgerEvent
         Since the last `begin_step`.
+    listener : callable or None
+        Called with each `LedgerEvent` as it happens.
     """
 
     def __init__(self, hosted, *, record=True):
         self.hosted = hosted
         self.record = record
         self.phase = "outside"
+        self.listener = None
         self.events = []
         self._entries = {}  # id of the owner -> (weak reference, kind, label, bytes per rank)
         self._current = {kind: np.zeros(hosted, np.int64) for kind in KINDS}
@@ -135,11 +138,15 @@ class Ledger:
         self._total += delta
         self._largest[kind] = max(self._largest[kind], int(current.max()))
         self._peak = max(self._peak, int(self._total.max()))
-        if self.record:
+        if self.record or self.listener is not None:
             fullest = int(self._total.argmax())
             change = int(delta[np.abs(delta).argmax()])
             totals = {name: int(values[fullest]) for name, values in self._current.items()}
-            self.events.append(LedgerEvent(self.phase, label, kind, change, totals))
+            event = LedgerEvent(self.phase, label, kind, change, totals)
+            if self.record:
+                self.events.append(event)
+            if self.listener is not None:
+                self.listener(event)
 
     # --- reading it ----------------------------------------------------------------------
 

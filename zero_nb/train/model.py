@@ -144,9 +144,7 @@ class Model(ABC):
     @property
     def numel(self):
         """The number of parameters, Ψ (int)."""
-        return sum(
-            math.prod(shape) for name, shape in self.shapes.items() if name not in self.tied
-        )
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in self.tied)
 
     def forward(self, params, x):
         """Apply all layers.

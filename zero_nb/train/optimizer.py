@@ -35,7 +35,7 @@ from zero_nb.train.scaling import (
     global_norm,
     largest_gradient,
 )
-from zero_nb.train.stages import STAGES
+from zero_nb.train.stages import STAGES, ZeROStage2
 from zero_nb.train.stats import ZeROMemoryStats
 from zero_nb.train.units import Unit, group_by_unit
 
@@ -116,6 +116,9 @@ class ZeROOptimizer:
         Parameters that are not trained: no gradient, no optimizer state, no master.
     keep_fp32 : collection of str
         Parameters stored in float32 within a 16-bit recipe.
+    param_persistence_threshold : int, default 0
+        Stage 3: a unit of at most this many parameters stays gathered; it is gathered once, after
+        the step.
     rounded_start : bool, default False
         Start masters from the rounded parameters, as DeepSpeed does, not from the given ones.
     max_grad_norm : float, optional
@@ -168,6 +171,7 @@ class ZeROOptimizer:
         units=None,
         frozen=(),
         keep_fp32=(),
+        param_persistence_threshold=0,
         rounded_start=False,
         max_grad_norm=None,
         norm_type=2.0,
@@ -215,6 +219,8 @@ class ZeROOptimizer:
             )
         self.buckets = self._make_buckets(settings, [layout for _, layout, *_ in layouts])
         self.stage = STAGES[settings["stage"]](self.world, self.rule, self.buckets)
+        self._persistent_stage = ZeROStage2(self.world, self.rule, self.buckets)
+        self._persistence_threshold = _check_threshold(param_persistence_threshold)
         self.accumulation = Accumulation(self.stage, self.micro_batches, reduce_every_micro_batch)
         self.names = (*params, *self.aliases)
         self.steps_done = self.skipped_steps = 0
@@ -285,6 +291,8 @@ class ZeROOptimizer:
             self.world,
             self.ledger,
             trainable=trainable,
+            persistent=self.stage.number == ZeROStage.STAGE_3
+            and layout.numel <= self._persistence_threshold,
             micro_batches=self.accumulation.unit_batches,
             aliases={a: name for a, name in self.aliases.items() if name in layout.names},
         )
@@ -292,7 +300,7 @@ class ZeROOptimizer:
         for parameter in layout.names:
             layout.view(full_RF, parameter)[...] = params[parameter]
         self.world.broadcast(full_RF, purpose="other", label=name)
-        self.stage.init_unit(unit, full_RF)
+        self.stage_of(unit).init_unit(unit, full_RF)
         return unit
 
     @property
@@ -337,7 +345,7 @@ class ZeROOptimizer:
         stored parameters; in fp32 they are the parameters, to be read only.
         """
         if unit.name not in self._gathered:
-            flat_RF = self.stage.unshard(unit)
+            flat_RF = self.stage_of(unit).unshard(unit)
             if unit.recipe.param is not FLOAT32:
                 widened_RF = unit.recipe.param.widen(flat_RF)
                 flat_RF = self.ledger.register(widened_RF, "workspace", unit.name)
@@ -346,8 +354,29 @@ class ZeROOptimizer:
 
     def reshard(self, unit):
         """Drop what `unshard` made."""
+        self.put_by(unit)
+        self.stage_of(unit).reshard(unit)
+
+    def put_by(self, unit):
+        """Drop a unit's widened copies but leave it gathered, for its next use."""
         self._gathered.pop(unit.name, None)
-        self.stage.reshard(unit)
+
+    @property
+    def gathered_names(self):
+        """Names of the units at hand: between `unshard` and `reshard` or `put_by`."""
+        return self._gathered.keys()
+
+    def gathers(self, unit):
+        """Whether a unit has to be gathered before use."""
+        return self.stage_of(unit).number == ZeROStage.STAGE_3
+
+    def stage_of(self, unit):
+        """Return the stage that moves a unit: that of stage 2 for one that persists.
+
+        A unit kept gathered all the time has whole parameters and sharded gradients and states,
+        and is gathered once after the step: it is a stage-2 unit.
+        """
+        return self._persistent_stage if unit.persistent else self.stage
 
     @contextmanager
     def gathered_parameters(self, modify_rank=None):
@@ -622,7 +651,7 @@ class ZeROOptimizer:
             self.rule.lr_factor = float(factor)
         self.rule.begin_step(left_out)
         for unit in units:
-            self.stage.step(unit, grad_scale)
+            self.stage_of(unit).step(unit, grad_scale)
 
     def _count(self, applied, loss_scale):
         """Count the step, and let the loss scale learn from it."""
@@ -822,6 +851,16 @@ def _check_kind(name, given, kind):
     if given is not None and not isinstance(given, kind):
         raise UsageError(f"{name} must be a {kind.__name__} or None, got {given!r}")
     return given
+
+
+def _check_threshold(threshold):
+    """Return a number of parameters, or say what is wrong with it."""
+    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
+        raise UsageError(
+            f"param_persistence_threshold must be a number of parameters of at least 0, "
+            f"got {threshold!r}"
+        )
+    return threshold
 
 
 def _check_world(world, world_size):

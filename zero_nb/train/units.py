@@ -191,6 +191,8 @@ class Unit:
     ledger : Ledger
     trainable : bool, default True
         A frozen unit has parameters only: it is gathered, never reduced or updated.
+    persistent : bool, default False
+        At stage 3, whether the unit stays gathered.
     micro_batches : int, default 1
         Gradients that make up one step.
     aliases : mapping of str to str, optional
@@ -204,11 +206,22 @@ class Unit:
     """
 
     def __init__(
-        self, name, layout, recipe, world, ledger, *, trainable=True, micro_batches=1, aliases=None
+        self,
+        name,
+        layout,
+        recipe,
+        world,
+        ledger,
+        *,
+        trainable=True,
+        persistent=False,
+        micro_batches=1,
+        aliases=None,
     ):
         self.name, self.layout, self.recipe = name, layout, recipe
         self.world, self.ledger = world, ledger
-        self.trainable, self.micro_batches = trainable, micro_batches
+        self.trainable, self.persistent = trainable, persistent
+        self.micro_batches = micro_batches
         self.aliases = dict(aliases or {})
         self.batches_held = 0
         self.state = ZeROState(ledger, name)

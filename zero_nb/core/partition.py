@@ -344,7 +344,7 @@ def _end_to_end(arrays, layout):
     for i, (array, shape) in enumerate(zip(arrays, layout.shapes, strict=True)):
         if array.shape != shape or array.dtype != dtype or not dtype.isnative:
             check_array(f"arrays[{i}]", array, dtype=dtype, shape=shape, contiguous=False)
-    return np.concatenate([array.reshape(-1) for array in arrays])
+    return np.concatenate(arrays, axis=None)  # each flattened in C order
 
 
 def partition(arrays, layout):

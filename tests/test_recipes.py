@@ -5,18 +5,17 @@ the ledger measures, theory predicts, and all three have to say the same.
 """
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from tiny import STAGES, gpt, gpt_batches, mlp, mlp_batches
-from zero_nb.compare import Task, train_stage
+from tiny_task import mlp_task
+from zero_nb.compare import train_stage
 from zero_nb.config import PRECISIONS, UsageError
 from zero_nb.core.precision import BFLOAT16, FLOAT16, FLOAT32
 from zero_nb.theory import memory, traffic
 from zero_nb.train.engine import Engine
-from zero_nb.train.model import TrainingPreset
 from zero_nb.train.optim import SGD, get_rule
 from zero_nb.train.optimizer import ZeROOptimizer
 from zero_nb.train.recipes import RECIPES, get_recipe
@@ -33,26 +32,6 @@ MOMENTS = {"adamw": 8, "adam": 8, "sgd": 0, "momentum": 4}
 
 by_stage = pytest.mark.parametrize("stage", STAGES)
 by_precision = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """A data set of normal numbers for an MLP."""
-
-    model: object
-
-    def batch(self, step, size, seed=0):
-        (batch,) = mlp_batches(self.model, 1, size=size, seed=[seed, step])
-        return batch
-
-    def held_out(self):
-        return self.batch(10**6, 5)
-
-
-def task():
-    """A task that is over at once; its units have 42, 24 and 4 elements."""
-    model = mlp(5, 7, 3, 1)
-    return Task(Samples(model), model, TrainingPreset(steps=2, batch=12, lr=1e-3, warmup=1))
 
 
 def test_the_recipes_are_those_that_can_be_named():
@@ -80,7 +59,7 @@ def test_the_recipes_are_those_that_can_be_named():
 def test_bytes_of_one_parameter_on_one_rank(stage, precision, optimizer, each):
     """No stage saves anything where there is nobody to share with."""
     run, _ = train_stage(
-        stage, world_size=1, steps=1, task=task(), precision=precision, optimizer=optimizer
+        stage, world_size=1, steps=1, task=mlp_task(), precision=precision, optimizer=optimizer
     )
     assert run.held_total == each * run.numel
     assert sum(run.formula_bytes.values()) == each * run.numel
@@ -106,7 +85,7 @@ def test_held_bytes_are_the_formula_and_padding(precision, optimizer, micro_batc
         formula = {kind: each[kind] * numel // cut[kind] for kind in each}
         held = {kind: each[kind] * padded // cut[kind] for kind in each}
         run, engine = train_stage(
-            stage, world_size=size, steps=2, task=task(), precision=precision,
+            stage, world_size=size, steps=2, task=mlp_task(), precision=precision,
             optimizer=optimizer, micro_batches=micro_batches,
         )  # fmt: skip
         assert [unit.layout.numel for unit in engine.optimizer.units] == list(numels)
@@ -114,17 +93,12 @@ def test_held_bytes_are_the_formula_and_padding(precision, optimizer, micro_batc
         assert run.formula_bytes == formula
         assert run.padding_bytes == {kind: held[kind] - formula[kind] for kind in held}
         # The ledger itself, between the next backward and its step, on every rank.
-        engine.forward_backward(*engine_batch(engine))
+        engine.forward_backward(*mlp_batches(engine.model, 1, size=12)[0])
         assert engine.ledger.held_bytes() == held
         for kind, size_bytes in held.items():
             assert engine.ledger.bytes_by_rank(kind) == [size_bytes] * size
         engine.optimizer.zero_grad()
         assert engine.ledger.held_bytes() == held | {"grad": 0}
-
-
-def engine_batch(engine):
-    """One more batch."""
-    return Samples(engine.model).batch(99, 12)
 
 
 @by_precision

@@ -311,6 +311,9 @@ class GroupedRule:
         self.rule, self.groups, self.lr_factor = rule, groups, 1.0
         self.rounded_start = rounded_start
         self._group_of = _index_groups(rule, names, groups)
+        # One group with momentum is enough to need its buffer.
+        kept = [replace(rule, **group.options).moments for group in groups]
+        self._moments = max(kept, key=len, default=rule.moments)
         self.steps = dict.fromkeys(names, 0)
         self._left_out = frozenset()
 
@@ -327,7 +330,20 @@ class GroupedRule:
         self.lr_factor = 1.0
 
     def begin_step(self, left_out=()):
-        """Count one update of every parameter but those in `left_out`."""
+        """Count one update of every parameter but those in `left_out`.
+
+        Raises
+        ------
+        UsageError
+            If a group's options were changed to what cannot be; nothing is counted then.
+        """
+        for index, group in enumerate(self.groups):
+            _check_group(self.rule, index, group)
+            if len(replace(self.rule, **group.options).moments) > len(self._moments):
+                raise UsageError(
+                    f"group {index} asks for {group.options}, but no group did when the states "
+                    "were made; build the optimizer with it"
+                )
         self._left_out = frozenset(left_out)
         for name in self.steps.keys() - self._left_out:
             self.steps[name] += 1
@@ -343,12 +359,6 @@ class GroupedRule:
             fmt = unit.recipe.param
             owned_RX = fmt.widen(fmt.round(owned_RX.copy()))
         return OptimState.like(owned_RX, self._moments, master=unit.recipe.master)
-
-    @property
-    def _moments(self):
-        """The moments to keep: one group with momentum is enough to need its buffer."""
-        kept = [replace(self.rule, **group.options).moments for group in self.groups]
-        return max(kept, key=len, default=self.rule.moments)
 
     def update(self, unit, grad_scale):
         """Update what each hosted rank owns of `unit` (all of it at stage 0)."""
@@ -380,6 +390,17 @@ class GroupedRule:
         )
 
 
+def _check_group(rule, index, group):
+    """Refuse options that a group of this rule cannot have."""
+    unknown = sorted(group.options.keys() - rule.options.keys())
+    if unknown or "nesterov" in group.options:
+        raise UsageError(
+            f"group {index} sets {', '.join(unknown) or 'nesterov'}; a group of "
+            f"{type(rule).__name__} may set {', '.join(rule.options)} (nesterov: for all)"
+        )
+    replace(rule, **group.options)  # checks the values
+
+
 def _index_groups(rule, names, groups):
     """Map each parameter to its group, refusing options and names that do not fit."""
     group_of = {}
@@ -388,13 +409,7 @@ def _index_groups(rule, names, groups):
             raise UsageError(
                 f"group {index} must be a ParameterGroup of a tuple of names, got {group!r}"
             )
-        unknown = sorted(group.options.keys() - rule.options.keys())
-        if unknown or "nesterov" in group.options:
-            raise UsageError(
-                f"group {index} sets {', '.join(unknown) or 'nesterov'}; a group of "
-                f"{type(rule).__name__} may set {', '.join(rule.options)} (nesterov: for all)"
-            )
-        replace(rule, **group.options)  # checks the values
+        _check_group(rule, index, group)
         for name in group.names:
             if name in group_of or name not in names:
                 what = "is in two groups" if name in group_of else "is not a trainable parameter"

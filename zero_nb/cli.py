@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from zero_nb.cli_plan import register as register_plan
 from zero_nb.cluster import launch
 from zero_nb.config import PRECISIONS, UsageError, ZeROStage, check_world_size
 
@@ -25,6 +26,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+register_plan(app)
 
 WorldSize = Annotated[int, typer.Option(help="Number of simulated ranks.")]
 Steps = Annotated[int, typer.Option(help="Training steps.")]

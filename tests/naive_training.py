@@ -310,7 +310,8 @@ class NaiveOptimizer:
             scale = self.max_grad_norm / norm
         for name, g in grads.items():
             self.steps[name] += 1
-            self._update(name, g, scale / loss_scale, factor)
+            with np.errstate(all="ignore"):  # a finite gradient may still have no finite square
+                self._update(name, g, scale / loss_scale, factor)
         return True, norm
 
     def _reduced(self, name, micro_grads):

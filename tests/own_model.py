@@ -17,7 +17,7 @@ def given_gradients(rng, shapes, tied, frozen, world_size, scale=1.0):
     }
 
 
-def _held(opt, kinds=("param", "optim")):
+def held(opt, kinds=("param", "optim")):
     """Every array the ranks hold, with the unit it belongs to."""
     for unit in opt.units:
         if "param" in kinds:
@@ -32,7 +32,7 @@ def _held(opt, kinds=("param", "optim")):
 def fill_padding(opt, sentinel, kinds=("param", "optim")):
     """Write a sentinel where no parameter lies; return how many elements that were."""
     filled = 0
-    for unit, array in _held(opt, kinds):
+    for unit, array in held(opt, kinds):
         mask = padding_of(array, unit, opt.world)
         array[mask] = sentinel
         filled += int(mask.sum())
@@ -41,7 +41,7 @@ def fill_padding(opt, sentinel, kinds=("param", "optim")):
 
 def bits_of_padding(opt):
     """The bytes of all padding of parameters and optimizer states."""
-    return [array[padding_of(array, unit, opt.world)].tobytes() for unit, array in _held(opt)]
+    return [array[padding_of(array, unit, opt.world)].tobytes() for unit, array in held(opt)]
 
 
 def full_state(opt):
@@ -71,7 +71,7 @@ def same_bits(got, want):
 
 def same_on_every_rank(opt):
     """Ranks that hold whole parameters, or whole states, hold the same ones."""
-    for unit, array in _held(opt):
+    for unit, array in held(opt):
         if array.shape[1] == unit.layout.padded_numel:
             real = np.ascontiguousarray(array[:, : unit.layout.numel])
             assert real.tobytes() == np.repeat(real[:1], len(real), axis=0).tobytes(), unit.name

@@ -6,7 +6,7 @@ Hypothesis draws the case. The profile decides how many: 100 by default, 2000 in
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from hypothesis import event, given, note
+from hypothesis import assume, event, given, note
 from hypothesis import strategies as st
 
 from naive_training import NaiveOptimizer
@@ -15,6 +15,7 @@ from own_model import (
     fill_padding,
     full_state,
     given_gradients,
+    held,
     same_bits,
     same_on_every_rank,
 )
@@ -233,14 +234,53 @@ def test_every_stage_equals_the_naive_twin_whatever_is_trained(case):
     event("padding" if padded else "no padding")
 
 
+BAD = (np.inf, -np.inf, np.nan, 3.4e38)
+
+
+@given(cases(), st.data())
+def test_bad_numbers_anywhere_make_every_rank_skip_and_leave_every_byte(case, data):
+    """Some elements of some ranks in some micro-batches; 3.4e38 overflows where it is added up."""
+    batches = gradients(case, 0)
+    places = [
+        (micro, name) for micro, grads in enumerate(batches) for name, grad in grads.items()
+        if isinstance(grad, np.ndarray) and grad.size
+    ]  # fmt: skip
+    assume(places)
+    for _ in range(data.draw(st.integers(1, 3))):
+        micro, name = data.draw(st.sampled_from(places))
+        grad = batches[micro][name]
+        grad.reshape(-1)[data.draw(st.integers(0, grad.size - 1))] = data.draw(st.sampled_from(BAD))
+    results = set()
+    for stage, every, ranks_first in WAYS:
+        naive = twin(case, ranks_first)
+        applied, norm = naive.step(batches)
+        note(f"stage {stage}, reduce_every_micro_batch {every}")
+        opt = optimizer(case, stage, every)
+        fill_padding(opt, 7777)
+        before = [array.tobytes() for _, array in held(opt)]
+        for grads in batches:
+            opt.backward(grads)
+        result = opt.step()
+        assert result.applied == applied
+        assert result.grad_norm == (None if case.max_grad_norm is None else norm)
+        if not applied:
+            assert [array.tobytes() for _, array in held(opt)] == before
+        same_bits(full_state(opt), naive.state)
+        assert opt.rule.steps == naive.steps
+        assert (opt.steps_done, opt.skipped_steps) == (applied, not applied)
+        assert opt.ledger.current_bytes("grad") == opt.ledger.current_bytes("bucket") == 0
+        results.add(applied)
+    event(f"applied: {sorted(results)}")
+
+
 @given(cases())
 def test_held_bytes_and_traffic_are_what_theory_says_whatever_is_trained(case):
     """Each flat_param by the paper's formula, padded; theory shares no code with training."""
     for stage, every, _ in WAYS:
         note(f"stage {stage}, reduce_every_micro_batch {every}")
         opt = optimizer(case, stage, every)
-        held = opt.ledger.held_bytes()
-        assert held == predicted(case, opt, stage) | {"grad": 0}
+        at_rest = opt.ledger.held_bytes()
+        assert at_rest == predicted(case, opt, stage) | {"grad": 0}
         opt.world.log.clear()
         opt.ledger.begin_step()
         for grads in gradients(case, 0):
@@ -260,7 +300,7 @@ def test_held_bytes_and_traffic_are_what_theory_says_whatever_is_trained(case):
         )  # fmt: skip
         assert opt.world.log.elements_sent("grad") == traffic.grad_elements
         assert opt.world.log.elements_sent("param") == traffic.param_elements
-        assert opt.ledger.held_bytes() == held
+        assert opt.ledger.held_bytes() == at_rest
 
 
 def predicted(case, opt, stage):

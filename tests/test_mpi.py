@@ -29,6 +29,7 @@ from zero_nb.cluster.simulated import SimulatedWorld
 from zero_nb.config import UsageError
 from zero_nb.train import checkpoint
 
+TEXT = Path(__file__).resolve()  # any text of some length to train on
 CASES_FILE = str(Path(mpi_cases.__file__))
 WORLDS = [(2, 1), (3, 1), (4, 1), (8, 1), (8, 4)]  # world_size, ranks a process
 DEADLINE_S = 2  # of the cases that fail; they make no long pauses themselves
@@ -183,39 +184,39 @@ def clean():
     assert segments() <= before
 
 
-FAILURES = [
-    ("raise", "rank 2 failed after all_reduce of 'head': OSError: the disk is full (mpi_cases.py:"),
-    ("kill", "rank 2: killed by SIGKILL after all_reduce of 'head'"),
-    ("crash", "rank 2: ended by SIGSEGV after all_reduce of 'head' (Fatal Python error: Segm"),
-    ("exit", "rank 2: ended with status 0 after all_reduce of 'head'"),
-    ("detour", "the ranks have diverged: ranks 0, 1 at all_gather of 'loss' (control, 2 elements, "
-               "16 bytes, collective "),
-    ("detour", "; rank 2 at all_reduce of 'detour' (grad, 4 elements, 16 bytes, collective "),
-    ("other size", "rank 2 at all_reduce of 'detour' (grad, 8 elements, 32 bytes, collective "),
-    ("leave early", "rank 2 at all_gather of 'agree'"),
-    ("hang", f" waited {DEADLINE_S} s in all_gather of 'loss' (collective "),
-    ("hang", "rank 2 did not come to it; rank 2 was last heard of after all_reduce of 'head'"),
-    ("stop", "rank 2 did not come to it; rank 2 was last heard of after all_reduce of 'head'"),
+FAILURES = [  # ranks, case, what is told
+    (2, "raise", "rank 1 failed after all_reduce of 'head': OSError: the disk is full (mpi_cases"),
+    (2, "kill", "rank 1: killed by SIGKILL after all_reduce of 'head'"),
+    (2, "crash", "rank 1: ended by SIGSEGV after all_reduce of 'head' (Fatal Python error: Segm"),
+    (2, "exit", "rank 1: ended with status 0 after all_reduce of 'head'"),
+    (3, "detour", "the ranks have diverged: ranks 0, 1 at all_gather of 'loss' (control, "
+                  "2 elements, 16 bytes, collective "),
+    (3, "detour", "; rank 2 at all_reduce of 'detour' (grad, 4 elements, 16 bytes, collective "),
+    (2, "other size", "rank 1 at all_reduce of 'detour' (grad, 4 elements, 16 bytes, collective "),
+    (2, "leave early", "rank 1 at all_gather of 'agree'"),
+    (3, "hang", f" waited {DEADLINE_S} s in all_gather of 'loss' (collective "),
+    (3, "hang", "rank 2 did not come to it; rank 2 was last heard of after all_reduce of 'head'"),
+    (2, "stop", "rank 1 did not come to it; rank 1 was last heard of after all_reduce of 'head'"),
 ]  # fmt: skip
 
 
 @cache
-def failure(case):
-    """Run a case that fails; return the error, the seconds it took, and what was printed."""
+def failure(world_size, case):
+    """Run a case that fails; return the error, the seconds it took, and what was left."""
     mark, before, stdout = f"ZERO_NB_TEST_{uuid.uuid4().hex}", segments(), io.StringIO()
     start = time.monotonic()
     with pytest.raises(launch.RunError) as caught:
         launch.run_mpi(
-            ["1", case], 3, program=(CASES_FILE,), stdout=stdout, time_limit_s=60,
+            ["1", case], world_size, program=(CASES_FILE,), stdout=stdout, time_limit_s=60,
             env={"TEST_DEADLINE_S": str(DEADLINE_S), mark: "1"},
         )  # fmt: skip
     seconds = time.monotonic() - start
     return str(caught.value), seconds, stdout.getvalue(), left_over(mark), segments() - before
 
 
-@pytest.mark.parametrize(("case", "told"), FAILURES)
-def test_a_rank_that_fails_ends_the_run_with_one_message(case, told):
-    message, seconds, printed, processes, shared_memory = failure(case)
+@pytest.mark.parametrize(("world_size", "case", "told"), FAILURES)
+def test_a_rank_that_fails_ends_the_run_with_one_message(world_size, case, told):
+    message, seconds, printed, processes, shared_memory = failure(world_size, case)
     assert told in message
     assert "\n" not in message
     assert printed == ""
@@ -401,7 +402,8 @@ def command(*words, env=None, check=True, **settings):
 
 
 def test_the_command_gives_the_simulated_json_and_what_each_process_took(clean):
-    words = ("train", "--stage", "3", "--world-size", "4", "--steps", "2", "--json")
+    words = ("train", "--stage", "3", "--world-size", "4", "--steps", "2", "--data", str(TEXT))
+    words += ("--json",)
     here = json.loads(command(*words).stdout)
     there = json.loads(command(*words, "--engine", "mpi", "--local-ranks", "2", env=clean).stdout)
     processes = there.pop("processes")
@@ -414,7 +416,7 @@ def test_the_command_gives_the_simulated_json_and_what_each_process_took(clean):
 
 
 def test_the_command_joins_the_world_it_is_started_in(clean):
-    words = ("train", "--engine", "mpi", "--steps", "1", "--json")
+    words = ("train", "--engine", "mpi", "--steps", "1", "--data", str(TEXT), "--json")
     inside = [launch.find_mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "zero_nb"]
     env = os.environ | clean
     done = subprocess.run([*inside, *words], env=env, capture_output=True, text=True, timeout=100)

@@ -206,6 +206,27 @@ def test_uneven_batches_give_one_set_of_weights_near_that_of_one_rank(
         )
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("samples", [8, 9, 11, 15, 16, 23, 64])
+def test_ranks_take_the_samples_in_turn_and_equally_many_within_one(world_size, samples):
+    model, seen = mlp(), []
+    ((inputs, targets),) = mlp_batches(model, 1, size=samples)
+    own_loss = model.loss
+
+    def watched(y, targets, global_count):
+        seen.extend((float(rank[0, 0]), rank.copy()) for rank in targets)
+        return own_loss(y, targets, global_count)
+
+    model.loss = watched
+    targets[:, 0] = np.arange(samples)
+    Engine(model, world_size=world_size).train_step(inputs, targets)
+    parts = [rank for _, rank in sorted(seen, key=lambda part: part[0])]
+    assert len(parts) == world_size
+    np.testing.assert_array_equal(np.concatenate(parts), targets)
+    sizes = {len(part) for part in parts}
+    assert max(sizes) - min(sizes) <= 1
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_even_batch_given_to_uneven_code_has_the_same_bits(world_size):
     """One rank's bits do not depend on whether it is computed in a stack or by itself."""

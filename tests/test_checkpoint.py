@@ -11,6 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -25,12 +26,14 @@ from checkpoint_killer import run as killers_run
 from naive_training import in_threads
 from own_model import fill_padding, same_on_every_rank
 from saved_runs import FROZEN, OTHER, SHAPES, arrays, everything, make, train
+from zero_nb import cli
+from zero_nb.compare import Task, train_stage
 from zero_nb.config import UsageError
 from zero_nb.train import checkpoint, snapshot
 from zero_nb.train.checkpoint import LAYOUTS, CheckpointError
 from zero_nb.train.data import TextBytes
 from zero_nb.train.engine import Engine
-from zero_nb.train.model import GPT, GPTConfig
+from zero_nb.train.model import GPT, GPTConfig, TrainingPreset
 from zero_nb.train.optim import SGD, AdamW, Rule, warmup_cosine
 from zero_nb.train.optimizer import ZeROOptimizer
 from zero_nb.train.scaling import DynamicLossScale
@@ -38,6 +41,10 @@ from zero_nb.train.scaling import DynamicLossScale
 STAGES = tiny.STAGES
 by_stage = pytest.mark.parametrize("stage", STAGES)
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+class Killed(BaseException):
+    """The process is gone: no handler of ours runs."""
 
 
 def names_in(directory):
@@ -186,6 +193,112 @@ def test_a_model_and_its_data_go_on_where_they_were(stage, tmp_path):
     assert second.optimizer.weights_sha256() == whole.optimizer.weights_sha256()
     assert everything(second.optimizer) == everything(whole.optimizer)
     assert second.evaluate(*data.held_out()) == whole.evaluate(*data.held_out())
+
+
+def tiny_task(path, name="text"):
+    """A byte model small enough to train in a test."""
+    (path / name).write_bytes(bytes(range(256)) * 3)
+    model = GPT(GPTConfig(vocab_size=256, seq_len=6, width=10, heads=2, blocks=2))
+    return Task(
+        TextBytes(path / name, 6), model, TrainingPreset(batch=8, steps=9, lr=1e-2, warmup=2)
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_measured_run_goes_on_where_it_was(precision, tmp_path):
+    settings = {"task": tiny_task(tmp_path), "precision": precision, "seed": 3}
+    whole, _ = train_stage(2, world_size=3, steps=6, **settings)
+    directory = tmp_path / "c"
+    first, _ = train_stage(
+        2, world_size=3, steps=3, schedule_steps=6, save=directory, save_every=2, **settings
+    )
+    info = checkpoint.read_info(directory)
+    assert (info.steps_done, info.extra["next_step"]) == (3, 3)
+    rest, _ = train_stage(3, world_size=3, steps=6, resume=directory, **settings)
+    assert first.losses + rest.losses == whole.losses
+    assert rest.weights_sha256 == whole.weights_sha256
+    # Save and resume the same directory, at other stages and numbers of ranks.
+    where = {"save": directory, "resume": directory}
+    train_stage(0, world_size=2, steps=5, layout="consolidated", **where, **settings)
+    last, _ = train_stage(1, world_size=8, steps=6, save_every=1, **where, **settings)
+    assert (len(last.losses), checkpoint.read_info(directory).steps_done) == (1, 6)
+    np.testing.assert_allclose(last.losses, whole.losses[-1:], rtol=1e-2)
+
+
+def test_a_run_that_is_killed_can_go_on_from_its_last_save(tmp_path):
+    settings = {"task": tiny_task(tmp_path), "world_size": 2, "precision": "bf16"}
+    whole, _ = train_stage(3, steps=6, **settings)
+    done = []
+
+    def dies(report):
+        done.append(report)
+        if len(done) == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_stage(3, steps=6, save=tmp_path / "c", save_every=2, progress=dies, **settings)
+    rest, _ = train_stage(3, steps=6, resume=tmp_path / "c", **settings)
+    assert len(rest.losses) == 2
+    assert rest.weights_sha256 == whole.weights_sha256
+
+
+OTHER_JOBS = {
+    "batch": ({"batch": 7}, "was trained with batch 8, not 7; resume with the same"),
+    "seed": ({"seed": 1}, "was trained with seed 0, not 1"),
+    "precision": ({"precision": "fp32"}, "was trained with precision bf16, not fp32"),
+    "steps": ({"steps": 2}, "has been trained for 2 steps already"),
+    "optimizer": ({"optimizer": "sgd"}, "the rule is SGD"),
+    "every": ({"save_every": 2}, "save_every 2 needs a directory"),
+    "no": ({"save_every": 0, "save": "x"}, "save_every must be at least 1 step"),
+    "schedule": ({"schedule_steps": 0}, "schedule_steps must be at least 1 step"),
+    "layout": ({"layout": "tar"}, "unknown layout 'tar'; choose sharded or consolidated"),
+}
+
+
+def test_another_run_does_not_go_on_from_this_ones_checkpoint(tmp_path):
+    task = tiny_task(tmp_path)
+    same = {"world_size": 2, "steps": 3, "task": task, "resume": tmp_path / "c"}
+    train_stage(1, world_size=2, steps=2, task=task, save=tmp_path / "c")
+    kept = names_in(tmp_path)
+    for settings, says in OTHER_JOBS.values():
+        with pytest.raises(UsageError, match=says):
+            train_stage(1, **same | settings)
+    with pytest.raises(UsageError, match="was trained with data"):
+        train_stage(1, **same | {"task": tiny_task(tmp_path, "other")})
+    train(make(1, 2), 1)
+    checkpoint.save(make(1, 2), tmp_path / "d")
+    with pytest.raises(UsageError, match="was not saved by a training of zero-nb"):
+        train_stage(1, **same | {"resume": tmp_path / "d"})
+    with pytest.raises(CheckpointError, match=r"cannot save to .*text"):
+        train_stage(1, world_size=2, steps=2, task=task, save=tmp_path / "text" / "c")
+    assert names_in(tmp_path) == sorted([*kept, "d", "other"])
+
+
+def test_the_command_saves_and_resumes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 12)
+
+    def zero_nb(*options, status=None):
+        always = ("--data", str(tmp_path / "text"), "--world-size", "2", "--stage", "2", "--json")
+        monkeypatch.setattr(sys, "argv", ["zero-nb", "train", *always, *options])
+        if status is None:
+            cli.main()
+            return json.loads(capsys.readouterr().out)
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert left.value.code == status
+        return capsys.readouterr().err
+
+    directory = str(tmp_path / "c")
+    whole = zero_nb("--steps", "2")
+    first = zero_nb("--steps", "1", "--schedule-steps", "2", "--save", directory)
+    assert first["checkpoint"]["path"] == str(tmp_path / "c" / "step-00000001")
+    rest = zero_nb("--steps", "2", "--resume", directory, "--save", directory)
+    assert rest["weights_sha256"] == whole["weights_sha256"]
+    assert rest["losses"] == whole["losses"][1:]
+    assert names_in(directory) == ["latest", "step-00000002"]
+    said = zero_nb("--steps", "2", "--resume", directory, status=2)
+    assert said.startswith("zero-nb: ")
+    assert "has been trained for 2 steps already" in said
 
 
 # --- what it is ----------------------------------------------------------------------------------
@@ -340,10 +453,6 @@ def test_what_is_sent_to_save_and_load_is_no_training_traffic(layout, tmp_path):
 
 
 # --- a kill at any moment ------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """The process is gone: no handler of ours runs."""
 
 
 CALLS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
@@ -1004,36 +1113,42 @@ def test_a_process_that_finds_a_bad_file_stops_them_all(saved):
         assert "loading failed in the process of rank 2" in said[rank]
 
 
-def test_a_process_reads_what_its_ranks_need_and_all_files_are_checked(saved, monkeypatch):
-    directory, _ = saved
-    read = checkpoint._read_tensors
+@pytest.mark.parametrize(
+    ("world_size", "files"),
+    [(4, [[0], [1], [2], [3]]), (2, [[0, 1, 2], [1, 2, 3]]), (1, [[0, 1, 2, 3]])],
+)
+def test_a_process_reads_what_its_ranks_need_and_its_share_of_the_rest(
+    world_size, files, saved, monkeypatch
+):
+    read, opened = checkpoint._read_tensors, {}
+
+    def noted(path, *args):
+        opened.setdefault(threading.get_ident(), []).append(int(path.name[5:10]))
+        return read(path, *args)
+
+    monkeypatch.setattr(checkpoint, "_read_tensors", noted)
 
     def work(world):
-        opened = []
+        checkpoint.load(make(3, world_size, precision="bf16", world=world), saved[0])
+        return opened[threading.get_ident()]
 
-        def noted(path, *args):
-            opened.append(int(path.name[5:10]))
-            return read(path, *args)
+    assert in_threads(world_size, 1, work) == files
 
-        with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "_read_tensors", noted)
-            checkpoint.load(make(3, 4, precision="bf16", world=world), directory)
-        return opened
 
-    # In turn, as the threads share the patched module: each is the only one of its world.
-    simulated = make(3, 4).world
-    assert work(simulated) == [0, 1, 2, 3]
-    for rank in range(4):
-        incoming_ranks = []
-        opt = make(3, 4, precision="bf16")
-        opt.world.ranks = (rank,)
-        folder, record = checkpoint._find(directory)
-        fit = snapshot.check_fits(opt, record["state"])
-        incoming = snapshot.Incoming(opt, fit)
-        for number, entry in enumerate(record["files"].values()):
-            if any(incoming.wants(name, *span) for name, span in entry["pieces"].items()):
-                incoming_ranks.append(number)
-        assert incoming_ranks == [rank], folder
+def test_a_file_that_no_rank_needs_is_checked_all_the_same(tmp_path):
+    own = {"five": np.arange(5, dtype="f4")}
+    folder = checkpoint.save(ZeROOptimizer(own, stage=3, world_size=4), tmp_path).path
+    with open(folder / "rank-00003-of-00004.safetensors", "ab") as opened:  # padding only
+        opened.write(b" ")
+
+    def work(world):
+        with pytest.raises(UsageError) as caught:
+            checkpoint.load(ZeROOptimizer(own, stage=3, world=world), tmp_path)
+        return str(caught.value)
+
+    said = in_threads(4, 1, work)
+    assert "rank-00003-of-00004.safetensors has" in said[3]
+    assert all("loading failed in the process of rank 3" in text for text in said[:3])
 
 
 def test_processes_that_find_different_checkpoints_stop(tmp_path):

@@ -427,9 +427,13 @@ def test_the_command_joins_the_world_it_is_started_in(clean):
     assert done.returncode == 2
     ours = [line for line in done.stderr.splitlines() if line.startswith("zero-nb: ")]
     assert ours == [
-        "zero-nb: --world-size 3 was asked for, but 2 processes with 1 ranks each were started, "
-        "2 in all"
+        "zero-nb: --world-size 3 was asked for, but 2 ranks were started: 2 by the launcher, times "
+        "--local-ranks 1"
     ]
+    env = {"SLURM_STEP_NUM_TASKS": "2"}  # two tasks, and nothing that tells them of each other
+    done = command(*words, env=env | clean, check=False)
+    assert done.returncode == 2
+    assert "zero-nb: srun started 2 tasks, but each sees itself alone; choose how" in done.stderr
 
 
 def test_under_another_launcher_one_message_is_enough(clean):

@@ -38,7 +38,7 @@ from zero_nb.config import UsageError, check_world_size
 
 __all__ = ["INSTALL_HINT", "RunError", "find_mpiexec", "run_mpi", "under_launcher"]
 
-INSTALL_HINT = "--engine mpi needs MPI; run: pip install 'zero-nb[mpi]'"
+INSTALL_HINT = "MPI is not installed; run: pip install 'zero-nb[mpi]'"
 
 _LAUNCHERS = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """What MPICH's and Intel's mpiexec, PMIx, Open MPI's mpirun, and srun set for each process."""
@@ -56,7 +56,7 @@ exit $status
 _POLL_S = 0.02
 _GRACE_S = 0.3  # from the first sign of trouble until all who can have said what they know
 _STUCK_GRACE_S = 1.5  # the others' deadlines end a moment later
-_START_S = 60.0  # for all processes to join
+_START_S = 120.0  # for all processes to join
 _TAIL_LINES = 40
 
 
@@ -92,7 +92,9 @@ def find_mpiexec():
     scripts = sysconfig.get_path("scripts")
     found = shutil.which("mpiexec", path=scripts) or shutil.which("mpiexec")
     if found is None:
-        raise UsageError(f"there is no mpiexec in {scripts} or on PATH; {INSTALL_HINT}")
+        raise UsageError(
+            f"there is no mpiexec in {scripts} or on PATH; run: pip install 'zero-nb[mpi]'"
+        )
     return found
 
 
@@ -263,12 +265,17 @@ class _Run:
         """Pass on what process 0 writes and reports; keep the rest, it is not ours."""
         for line in self.mpiexec.stdout:
             if line.startswith(OUTPUT):
-                self.stdout.write(line[len(OUTPUT) :])
-                self.stdout.flush()
+                self._say(line[len(OUTPUT) :])
             elif not line.startswith(TICK):
                 self.lines.append(line)
             elif self.progress is not None:
                 self.progress(json.loads(line[len(TICK) :]))
+
+    def _say(self, line):
+        """Pass on a line, as long as somebody reads: ``zero-nb train ... | head`` stops early."""
+        with suppress(BrokenPipeError):
+            self.stdout.write(line)
+            self.stdout.flush()
 
     def _pump_err(self):
         """Keep what anybody writes to stderr."""

@@ -40,17 +40,16 @@ from typing import final
 
 import numpy as np
 
+from zero_nb.cluster.launch import INSTALL_HINT
 from zero_nb.cluster.rundir import Member, ranks_text
 from zero_nb.cluster.world import PURPOSES, World
 from zero_nb.config import UsageError
 from zero_nb.core import rank_axis
 
-__all__ = ["DEADLINE_S", "INSTALL_HINT", "CollectiveError", "MPIWorld", "load_mpi"]
+__all__ = ["DEADLINE_S", "CollectiveError", "MPIWorld", "load_mpi"]
 
 DEADLINE_S = 120.0
 """Seconds a rank waits inside one collective before it gives up."""
-
-INSTALL_HINT = "MPI is not installed; run: pip install 'zero-nb[mpi]'"
 
 _BLOCK_ELEMENTS = 1 << 20  # what an all-to-all receives at a time: bounds its memory
 _CHAIN_BYTES = 1 << 20  # pieces of a broadcast, so that all links of the chain work at once
@@ -144,7 +143,7 @@ class MPIWorld(World):
         self._number, self._now = 0, None
         self._checks, self._checking = (), False
         self._buffers = {}
-        crowded = _processes_here(self.processes) > (os.cpu_count() or 1)
+        crowded = self.processes_here > (os.cpu_count() or 1)
         self._tests = _TESTS_BEFORE_SLEEP_CROWDED if crowded else _TESTS_BEFORE_SLEEP
         # A communicator of our own, so that nobody else's messages are taken for ours.
         self._comm, request = comm.Idup()
@@ -202,6 +201,14 @@ class MPIWorld(World):
         self._count_gather(values_RK.nbytes)
         self._wait([self._comm.Iallgather(_bytes(values_RK), _bytes(out_WK))])
         return out_WK
+
+    @property
+    def processes_here(self):
+        """Number of processes on this machine, as the launcher says; all if it does not (int)."""
+        for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+            if os.environ.get(name, "").isdigit():
+                return int(os.environ[name])
+        return self.processes
 
     @property
     def first_here(self):
@@ -491,14 +498,6 @@ def _described(record):
         f"{collective} of {label!r} ({purpose}, {elements:,} elements, {sent_bytes:,} bytes, "
         f"collective {number})"
     )
-
-
-def _processes_here(processes):
-    """Number of processes on this machine: what MPICH, Open MPI or Slurm say, else all."""
-    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return processes
 
 
 def _resident_bytes():

@@ -140,8 +140,12 @@ class Member:
         path.write_bytes(bytes(_STATUS_BYTES))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _STATUS_BYTES)
-        self._fault = self._path("fault").open("w")
-        faulthandler.enable(self._fault)
+
+    def tell_crashes(self):
+        """Let Python say where it crashes, should it come to that."""
+        if self.folder is not None:
+            self._fault = self._path("fault").open("w")  # open as long as this process lives
+            faulthandler.enable(self._fault)
 
     @property
     def launched(self):

@@ -105,11 +105,12 @@ def test_A3_A11_every_element_is_in_one_ranks_pieces_and_padding_in_none(world_s
     joined = {name: np.full(SHAPES[name], np.nan, np.float32).reshape(-1) for name in SHAPES}
     for row, rank in enumerate(opt.world.ranks):
         pieces = [p for p in snapshot.owned_pieces(opt, row) if p[0] == "weight"]
-        spans = snapshot.owned_spans(opt, rank)
-        assert len(spans) == len(pieces)
-        for piece, (_, same_name, start, stop, _) in zip(pieces, spans, strict=True):
+        parts = snapshot.owned_parts(opt, rank)
+        assert len(parts) == len(pieces)
+        for piece, part in zip(pieces, parts, strict=True):
             _, name, values, fmt = piece
-            assert name == same_name
+            start, stop = part.offset, part.stop
+            assert name == part.name
             assert np.isnan(joined[name][start:stop]).all()
             joined[name][start:stop] = fmt.widen(values.copy())
     want = params()

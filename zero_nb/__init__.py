@@ -39,6 +39,7 @@ _HOME = {
     "zero_nb.train.units": ("ParameterPartition", "Unit", "ZeROState"),
     "zero_nb.train.optimizer": ("StepResult", "ZeROOptimizer"),
     "zero_nb.train.engine": ("Engine", "StepReport"),
+    "zero_nb.train.prefetch": ("Prefetcher",),
     "zero_nb.train.data": ("Digits", "TextBytes"),
     "zero_nb.train.model": ("GPT", "GPTConfig", "MLP", "MLPConfig"),
     "zero_nb.theory.memory": ("zero_stage_memory_reduction",),

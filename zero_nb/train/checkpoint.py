@@ -295,10 +295,7 @@ def _write_sharded(optimizer, scratch):
         _rank_file(rank, world.size): _entry(
             *sums[rank][0],
             kinds,
-            {
-                name: [start, stop]
-                for _, name, start, stop, _ in snapshot.owned_spans(optimizer, rank)
-            },
+            {part.name: [part.offset, part.stop] for part in snapshot.owned_parts(optimizer, rank)},
         )
         for rank in range(world.size)
     }

@@ -28,8 +28,8 @@ __all__ = [
     "describe",
     "kinds_of",
     "load_state_dict",
+    "owned_parts",
     "owned_pieces",
-    "owned_spans",
     "state_dict",
     "together",
     "whole_tensors",
@@ -157,15 +157,9 @@ def _stored(unit):
 # --- out ---------------------------------------------------------------------------------------
 
 
-def owned_spans(optimizer, rank):
-    """Return what a rank owns: a list of (unit, name, start, stop, first column in its shard)."""
-    spans = []
-    for unit in optimizer.units:
-        layout = unit.layout
-        for first, last, index in layout.spans(rank):
-            start = rank * layout.shard_numel + first - layout.offsets[index]
-            spans.append((unit, layout.names[index], start, start + last - first, first))
-    return spans
+def owned_parts(optimizer, rank):
+    """Return what a rank owns: a `ParameterPartition` for each parameter it has a part of."""
+    return [part for unit in optimizer.units for part in unit.partitions(rank) if part.length]
 
 
 def owned_pieces(optimizer, row):
@@ -179,9 +173,9 @@ def owned_pieces(optimizer, row):
     fmt : Format
     """
     stored = {unit.name: list(_stored(unit)) for unit in optimizer.units}
-    for unit, name, start, stop, first in owned_spans(optimizer, optimizer.world.ranks[row]):
-        for kind, own_RS, fmt in stored[unit.name]:
-            yield kind, name, own_RS[row, first : first + stop - start], fmt
+    for part in owned_parts(optimizer, optimizer.world.ranks[row]):
+        for kind, own_RS, fmt in stored[part.unit.name]:
+            yield kind, part.name, part.of(own_RS), fmt
 
 
 def whole_tensors(optimizer):

@@ -17,6 +17,7 @@ import numpy as np
 
 from zero_nb.config import UsageError
 from zero_nb.core import flat
+from zero_nb.core.partition import PartitionInfo
 from zero_nb.core.precision import FLOAT32
 
 __all__ = ["OptimState", "ParameterPartition", "Unit", "ZeROState", "group_by_unit"]
@@ -152,6 +153,7 @@ class ParameterPartition:
     ----------
     name : str
     shape : tuple of int
+        Of the whole parameter.
     rank : int
     offset : int
         First element of this rank's part within the parameter, flattened in C order.
@@ -170,11 +172,32 @@ class ParameterPartition:
     shard_offset: int
     unit: "Unit"
 
-    def values(self):
-        """Return this rank's part as a float32 view of what it updates (a copy never)."""
+    @property
+    def stop(self):
+        """One past the last element of this rank's part within the parameter."""
+        return self.offset + self.length
+
+    @property
+    def padding(self):
+        """Elements of the rank's shard that belong to no parameter; they come last."""
+        return self.unit.info(self.rank).padding
+
+    @property
+    def dtype(self):
+        """Name of the format the working parameter is stored in."""
+        return self.unit.recipe.param.name
+
+    def of(self, own_RS):
+        """Return this rank's part of the own slices (R, S) of some array of the unit: a view."""
         row = self.unit.world.ranks.index(self.rank)
-        owned = self.unit.owned_values()[row]
-        return owned[self.shard_offset : self.shard_offset + self.length]
+        return own_RS[row, self.shard_offset : self.shard_offset + self.length]
+
+    def values(self):
+        """Return this rank's part of the float32 values the optimizer updates.
+
+        A view where the optimizer updates them; of a frozen 16-bit unit a widened copy.
+        """
+        return self.of(self.unit.owned_values())
 
 
 @final
@@ -458,20 +481,25 @@ class Unit:
         views = {name: self.layout.view(flat_RF, name) for name in self.layout.names}
         return views | {alias: views[name] for alias, name in self.aliases.items()}
 
+    def info(self, rank):
+        """Return what `rank` owns of the flat_param, a `PartitionInfo`."""
+        layout, first = self.layout, rank * self.layout.shard_numel
+        pieces = tuple(
+            (index, first + start - layout.offsets[index], stop - start, start)
+            for start, stop, index in layout.spans(rank)
+        )
+        length = sum(count for _, _, count, _ in pieces)
+        return PartitionInfo(rank, first, length, layout.shard_numel - length, pieces)
+
     def partitions(self, rank):
         """Return where each parameter's part on `rank` lies: a list of `ParameterPartition`."""
-        spans = {index: (start, stop) for start, stop, index in self.layout.spans(rank)}
-        first = rank * self.layout.shard_numel
-        parts = []
-        for index, (name, shape) in enumerate(
-            zip(self.layout.names, self.layout.shapes, strict=True)
-        ):
-            start, stop = spans.get(index, (0, 0))
-            offset = first + start - self.layout.offsets[index] if stop > start else 0
-            parts.append(
-                ParameterPartition(name, tuple(shape), rank, offset, stop - start, start, self)
+        owned = {index: place for index, *place in self.info(rank).pieces}
+        return [
+            ParameterPartition(name, shape, rank, *owned.get(index, (0, 0, 0)), self)
+            for index, (name, shape) in enumerate(
+                zip(self.layout.names, self.layout.shapes, strict=True)
             )
-        return parts
+        ]
 
 
 def group_by_unit(names, units):

@@ -261,8 +261,8 @@ class Engine:
             Mean loss over the global batch: every term counts the same, however terms are spread
             over ranks and micro-batches.
         """
-        loss, count = 0.0, self.model.count(targets)
         micro_batches = self._micro_batches(inputs, targets)
+        loss, count = 0.0, self._terms(targets)
         try:
             with one_blas_thread():
                 self.prefetcher.begin_step()
@@ -289,12 +289,13 @@ class Engine:
     def evaluate(self, inputs, targets):
         """Return the mean loss of the current parameters, booked as purpose ``"other"``."""
         (chunks,) = self._micro_batches(inputs, targets, count=1)
+        count = self._terms(targets)
         with one_blas_thread(), self.world.purpose("other"):
             # A prefetcher of its own: looking is no part of the steps' order of units.
             outputs, _ = self._forward(chunks, Prefetcher(self.optimizer), keep=False)
             for unit in self.optimizer.units:  # tied ones would wait for a backward pass
                 self.optimizer.reshard(unit)
-            loss, _ = self._loss(chunks, outputs, self.model.count(targets), 1.0)
+            loss, _ = self._loss(chunks, outputs, count, 1.0)
         return loss
 
     def _fetch(self, i, prefetcher):
@@ -378,6 +379,16 @@ class Engine:
         self.optimizer.finish_backward()
 
     # --- batches and memory ------------------------------------------------------------------
+
+    def _terms(self, targets):
+        """Return how many terms the mean over the global batch has; refuse one of none."""
+        count = self.model.count(targets)
+        if count == 0:
+            raise UsageError(
+                f"none of the {np.size(targets)} targets counts (all are padding), so there is no "
+                "mean; leave this batch out"
+            )
+        return count
 
     def _micro_batches(self, inputs, targets, count=None):
         """Cut the global batch among ranks, then each rank's part among micro-batches.

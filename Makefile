@@ -11,6 +11,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Processes that share the tests, a file each at a time: make WORKERS=1 test runs them in order.
+WORKERS ?= auto
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
 EXTRAS := lab,dev
@@ -51,7 +53,7 @@ test-without-jit: $(READY)
 	$(if $(strip $(KERNEL_TESTS)),$(PY) -m pytest -q $(KERNEL_TESTS),@echo no kernel tests found)
 
 test: test-without-jit
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 
 test-long: $(READY)
 	$(PY) -m pytest -q -m "not browser" --hypothesis-profile=nightly tests

@@ -107,27 +107,35 @@ class SimulatedWorld(World):
             self._under_way = before
 
     def _carry(self, transfer, fill):
-        held_up = self.link is not None and transfer.purpose in ("param", "grad")
+        held_up = self._is_held_up(transfer)
         if self._under_way is None and not held_up:
             super()._carry(transfer, fill)
             return
+        job = [fill]
         if held_up:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero_nb-comm")
-            arrival = self._thread.submit(self._fill, transfer, fill).result
+            arrival = self._thread.submit(self._fill, transfer, job).result
         else:
-            arrival = partial(self._fill, transfer, fill)
+            arrival = partial(self._fill, transfer, job)
         waiting = _UnderWay(self.clock) if self._under_way is None else self._under_way
         waiting.add(arrival)
         if waiting is not self._under_way:
             waiting.wait()
 
-    def _fill(self, transfer, fill):
+    def _is_held_up(self, transfer):
+        """Whether a message goes over the emulated link; one rank alone sends nothing."""
+        on_link = transfer.purpose in ("param", "grad")
+        return self.link is not None and self.size > 1 and on_link
+
+    def _fill(self, transfer, job):
         """Carry a message out at the pace of the link, and book how long it took."""
         start = time.perf_counter()
-        if self.link is not None and transfer.purpose in ("param", "grad"):
+        if self._is_held_up(transfer):
             time.sleep(self.link.seconds(transfer))
-        fill()
+        # Taken out of the list: a thread refers to its job for a moment after it has said that it
+        # is done, and must not keep the arrays alive that the caller drops then.
+        job.pop()()
         self.clock.add(transfer, start, time.perf_counter(), waited=False)
 
     def _all_reduce(self, x_RF, fmt):

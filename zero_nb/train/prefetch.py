@@ -136,21 +136,26 @@ class Prefetcher:
             self._look_ahead()
 
     def end_step(self):
-        """Finish the trace; after the last backward pass."""
+        """Finish the trace and drop what is still gathered; after the last backward pass."""
         if self.state is TraceState.RECORDING:
-            agree_on_trace(self.optimizer.world, self._seen, [u.name for u in self.gathered_units])
+            if self.gathered_units:
+                names = [unit.name for unit in self.gathered_units]
+                agree_on_trace(self.optimizer.world, self._seen, names)
             self.trace, self.state = tuple(self._seen), TraceState.COMPLETE
         elif self.state is TraceState.COMPLETE and len(self._seen) < len(self.trace):
             self._invalidate()
+        # What was kept for a use that never came must not outlive the update of its parameters.
+        self._drop_all()
 
     def abandon(self):
         """Give a step up: wait for what is in flight and drop everything gathered."""
-        for pending in self._in_flight.values():
-            pending.wait()
-        self._in_flight.clear()
-        for unit in self.gathered_units:
+        self._invalidate()
+        self._drop_all()
+
+    def _drop_all(self):
+        """Drop every unit, and the widened copies of those that are not gathered."""
+        for unit in self.optimizer.units:
             self.optimizer.reshard(unit)
-        self.state = TraceState.INVALID
 
     @property
     def counts(self):
@@ -164,9 +169,10 @@ class Prefetcher:
         the units that the trace says come next.
         """
         if unit.name in self._by_name and unit.name not in self.optimizer.gathered_names:
+            arriving = self._in_flight.pop(unit.name, None)
             self._follow(unit)
-            if unit.name in self._in_flight:
-                self._in_flight.pop(unit.name).wait()
+            if arriving is not None:
+                arriving.wait()
                 self._counts["hits"] += 1
             elif unit.unsharded is not None:
                 self._counts["kept"] += 1
@@ -206,16 +212,15 @@ class Prefetcher:
         at = len(self._seen)
         self._seen.append(unit.name)
         if self.state is TraceState.COMPLETE and self.trace[at : at + 1] != (unit.name,):
-            self._invalidate(needed=unit)
+            self._invalidate()
 
-    def _invalidate(self, needed=None):
-        """Give the trace up: wait for what is in flight and drop what nobody needs now."""
+    def _invalidate(self):
+        """Give the trace up: wait for what is in flight and drop it."""
         self.state = TraceState.INVALID
         for name, pending in self._in_flight.items():
             pending.wait()
-            if needed is None or name != needed.name:
-                self.optimizer.reshard(self._by_name[name])
-                self._counts["wasted"] += 1
+            self.optimizer.reshard(self._by_name[name])
+            self._counts["wasted"] += 1
         self._in_flight.clear()
 
     def _look_ahead(self):

@@ -4,6 +4,7 @@ Formulas come from `zero_nb.theory`, which knows neither this engine nor its pad
 """
 
 import concurrent.futures.thread
+import functools
 import os
 import subprocess
 import sys
@@ -57,6 +58,16 @@ def trained(model, batches, **settings):
 def numels(engine):
     """Elements of each flat parameter, unpadded: all that theory is told."""
     return [unit.layout.numel for unit in engine.optimizer.units]
+
+
+@functools.cache
+def measured(world_size, stage, precision, units):
+    """Elements of each flat parameter, and the reports of three steps."""
+    engine, reports = trained(
+        gpt(), gpt_batches(3, size=16), stage=stage, world_size=world_size, precision=precision,
+        units=units,
+    )  # fmt: skip
+    return numels(engine), reports
 
 
 # --- one set of weights for all stages -----------------------------------------------------------
@@ -274,11 +285,7 @@ def test_held_bytes_are_the_formula_plus_padding_at_the_first_and_the_last_step(
     world_size, stage, precision
 ):
     for units in UNITS.values():
-        engine, reports = trained(
-            gpt(), gpt_batches(3, size=16), stage=stage, world_size=world_size,
-            precision=precision, units=units,
-        )  # fmt: skip
-        counts = numels(engine)
+        counts, reports = measured(world_size, stage, precision, units)
         assert sum(counts) == gpt().numel
         formula = model_state_bytes(stage, world_size, sum(counts), precision).as_dict()
         padding = padding_bytes(stage, world_size, counts, precision).as_dict()
@@ -425,11 +432,7 @@ def test_the_timeline_of_a_step_ends_where_it_began_and_names_units_and_phases()
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 16])
 def test_elements_and_bytes_sent_are_the_papers_counted_with_padding(world_size, stage, precision):
     for units in UNITS.values():
-        engine, reports = trained(
-            gpt(), gpt_batches(2, size=16), stage=stage, world_size=world_size,
-            precision=precision, units=units,
-        )  # fmt: skip
-        counts = numels(engine)
+        counts, reports = measured(world_size, stage, precision, units)
         padded = sum(-(-n // world_size) * world_size for n in counts)
         for report in reports:
             assert report.elements_sent == elements_per_step(stage, world_size, counts)

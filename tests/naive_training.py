@@ -273,6 +273,8 @@ class NaiveOptimizer:
         self.wire = {name: FLOAT32 if name in keep_fp32 else wire for name in params}
         groups = [(self.trainable, {})] if groups is None else groups
         self.options = {name: options | own for names, own in groups for name in names}
+        # One group with momentum, be it empty, and every parameter has a buffer.
+        self.has_buffer = any((options | own).get("momentum") for _, own in groups)
         self.weights = {name: np.array(array, order="C") for name, array in params.items()}
         for name, array in self.weights.items():
             if name in frozen or rounded_start:
@@ -344,7 +346,7 @@ class NaiveOptimizer:
         lr, wd = o["lr"] * factor, o["weight_decay"]
         if self.kind == "sgd":
             hyper = (scale, wd, o["momentum"], lr)
-            buffer = self.state[name][0] if o["momentum"] else None
+            buffer = self.state[name][0] if self.has_buffer else None
             new, buffer = naive.sgd(p, g, buffer, hyper, o["nesterov"])
             states = () if buffer is None else (buffer,)
         else:

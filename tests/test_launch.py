@@ -34,6 +34,7 @@ def test_the_launcher_reads_what_a_process_wrote(folder):
     assert folder.where(1) == folder.where(2) == "before its first collective"
     member.start(range(2, 4))
     assert folder.starts() == {1: {"pid": os.getpid(), "ranks": [2, 3]}}
+    assert folder.count() == {"start": 1, "failure": 0, "exit": 0, "done": 0}
     member.enter("all_gather of 'a rather long name'")
     member.enter("all_gather of 'head'")
     assert folder.where(1) == "after all_gather of 'head'"
@@ -51,6 +52,7 @@ def test_the_launcher_reads_what_a_process_wrote(folder):
     member.fail(failure)
     assert folder.failures() == {1: Failure("stuck", "rank 2 waited", [0, 1], "where\nit was")}
     assert folder.fault(1) == folder.fault(2) == ""
+    assert folder.count() == {"start": 1, "failure": 1, "exit": 0, "done": 1}
     assert member.launcher_lives()
 
 

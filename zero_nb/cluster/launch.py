@@ -57,6 +57,7 @@ _POLL_S = 0.02
 _GRACE_S = 0.3  # from the first sign of trouble until all who can have said what they know
 _STUCK_GRACE_S = 1.5  # the others' deadlines end a moment later
 _START_S = 120.0  # for all processes to join
+_LINGER_S = 10.0  # from the end of the work to the end of the processes
 _TAIL_LINES = 40
 
 
@@ -243,7 +244,7 @@ class _Run:
     def __init__(self, command, folder, progress, stdout, env):
         self.folder, self.progress, self.stdout = folder, progress, stdout
         self.lines = deque(maxlen=_TAIL_LINES)
-        self.began = time.monotonic()
+        self.began, self.done_at = time.monotonic(), None
         self.mpiexec = subprocess.Popen(
             command,
             env=_environment(folder, folder.processes, env),
@@ -287,32 +288,33 @@ class _Run:
         """Return when the run has succeeded; raise when it has failed or time is up."""
         self.local_ranks = local_ranks
         while self.mpiexec.poll() is None:
-            self._check_time(time_limit_s)
-            if self._trouble():
+            count = self.folder.count()
+            self._check_time(time_limit_s, count["start"])
+            if count["failure"] or (count["exit"] and self._ended()) or self._lingers(count):
                 break
             time.sleep(_POLL_S)
         self._collect_causes()
         self._raise_failure()
         for pump in self.pumps:
-            pump.join()
+            pump.join(timeout=_LINGER_S)  # to the last line
         sys.stderr.writelines(self.lines)
 
-    def _check_time(self, time_limit_s):
+    def _check_time(self, time_limit_s, joined):
         """Refuse to go on after the time limit, or if not everybody has joined."""
         elapsed = time.monotonic() - self.began
         if time_limit_s is not None and elapsed > time_limit_s:
             raise RunError(f"the time limit of {time_limit_s:g} s is over; {self._whereabouts()}")
-        if elapsed > _START_S:
+        if elapsed > _START_S and joined < self.folder.processes:
             starts = self.folder.starts()
-            late = [p for p in range(self.folder.processes) if p not in starts]
-            if late:
-                raise RunError(
-                    f"{self._ranks(late[0])} has not joined after {_START_S:g} s", self._tail()
-                )
+            late = next(p for p in range(self.folder.processes) if p not in starts)
+            raise RunError(f"{self._ranks(late)} has not joined after {_START_S:g} s", self._tail())
 
-    def _trouble(self):
-        """Whether somebody reports a failure or has ended before its work was done."""
-        return bool(self.folder.failures() or self._ended())
+    def _lingers(self, count):
+        """Whether all work has been done for a while, but not all processes end."""
+        if count["done"] < self.folder.processes:
+            return False
+        self.done_at = self.done_at or time.monotonic()
+        return time.monotonic() - self.done_at > _LINGER_S
 
     def _ended(self):
         """How the processes ended that were not done and had no failure to report: by process."""

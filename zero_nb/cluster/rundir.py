@@ -216,6 +216,15 @@ class RunFolder:
         """Delete the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def count(self):
+        """Return how many processes have joined, failed, ended and done their work, by name.
+
+        One look at the folder, so that it may be had many times a second.
+        """
+        names = ("start.json", "failure.json", "exit", "done")
+        found = [name.partition(".")[2] for name in os.listdir(self.path)]
+        return {name.removesuffix(".json"): found.count(name) for name in names}
+
     def _json(self, process, name):
         """Read one JSON file of a process, None if there is none."""
         try:

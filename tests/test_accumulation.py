@@ -71,18 +71,17 @@ def volume(way, k):
 
 @by_way
 @by_precision
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_elements_sent_in_a_step(world_size, precision, way):
     """2, 2, k + 1, 3k; 2k + 1 with no_sync; 2k reducing each: counted with padding."""
-    for k in (1, 2, 3, 5):
-        engine, reports = trained(
-            way, gpt_batches(2, size=20), world_size=world_size, precision=precision,
+    for k in (1, 2, 5):
+        engine, (report,) = trained(
+            way, gpt_batches(1, size=15), world_size=world_size, precision=precision,
             micro_batches=k,
         )  # fmt: skip
         numels = [unit.layout.numel for unit in engine.optimizer.units]
         padded = sum(-(-n // world_size) * world_size for n in numels)
-        for report in reports:
-            assert report.elements_sent * world_size == volume(way, k) * padded * (world_size - 1)
+        assert report.elements_sent * world_size == volume(way, k) * padded * (world_size - 1)
         theory = step_traffic(
             engine.optimizer.stage.number, world_size, numels, micro_batches=k,
             no_sync=way == "3 no_sync", reduce_every_micro_batch=way == "0 each",
@@ -167,8 +166,7 @@ def test_activations_are_those_of_one_micro_batch(way):
 
 @pytest.mark.parametrize("rule", [SGD(lr=0.1, momentum=0.9), AdamW(lr=1e-3)], ids=["sgd", "adamw"])
 @by_precision
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("k", "world_size"), [(1, 3), (2, 1), (3, 2), (3, 8)])
 def test_two_orders_of_adding_two_sets_of_bits(k, world_size, precision, rule):
     """Micro-batches first: stages 0, 1, and 3 with no_sync. Ranks first: 2, 3, and 0 reducing each.
 
@@ -178,7 +176,7 @@ def test_two_orders_of_adding_two_sets_of_bits(k, world_size, precision, rule):
     """
     runs = {
         way: trained(
-            way, gpt_batches(3), world_size=world_size, precision=precision, micro_batches=k,
+            way, gpt_batches(2), world_size=world_size, precision=precision, micro_batches=k,
             rule=rule, max_grad_norm=0.5,
         )
         for way in WAYS
@@ -200,16 +198,16 @@ def test_two_orders_of_adding_two_sets_of_bits(k, world_size, precision, rule):
 @by_precision
 def test_micro_batches_change_last_digits_only(way, precision):
     """k micro-batches of b samples train as one of k b samples does, and report the same loss."""
-    one, one_reports = trained(way, gpt_batches(3), world_size=2, precision=precision)
-    for k in (2, 3, 12):
+    one, one_reports = trained(way, gpt_batches(2), world_size=2, precision=precision)
+    for k in (2, 12):
         many, reports = trained(
-            way, gpt_batches(3), world_size=2, precision=precision, micro_batches=k
+            way, gpt_batches(2), world_size=2, precision=precision, micro_batches=k
         )
-        assert many.optimizer.steps_done == 3
+        assert many.optimizer.steps_done == 2
         for a, b in zip(reports, one_reports, strict=True):
             assert a.loss == pytest.approx(b.loss, rel=1e-6 if precision == "fp32" else 1e-3)
         # A gradient in bfloat16 is off by up to 2^-8 of itself, of about 0.1 here, in each step.
-        assert 0 < apart(many, one) <= (1e-6 if precision == "fp32" else 3 * 0.1 * 2**-8)
+        assert 0 < apart(many, one) <= (1e-6 if precision == "fp32" else 2 * 0.1 * 2**-8)
 
 
 @by_way

@@ -314,6 +314,7 @@ def test_every_import_of_the_package_is_a_declared_dependency():
         for text in PYPROJECT["project"]["optional-dependencies"][extra]:
             declared.add(normal(Requirement(text).name))
     distribution = {"sklearn": "scikit-learn", "IPython": "ipykernel", "PIL": "matplotlib"}
+    distribution |= {"yaml": "pyyaml"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

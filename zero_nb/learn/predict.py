@@ -10,6 +10,8 @@ import math
 import numbers
 from dataclasses import dataclass
 
+from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, SESSION
+
 __all__ = [
     "PREDICTIONS",
     "Compared",
@@ -53,6 +55,14 @@ class Prediction:
         What a guess can be.
     mistakes : tuple of Mistake
         Recognised by their value.
+    title : str
+        What is asked for, a few words: the line on the score card.
+    core : bool
+        Whether it belongs to the core path.
+    close : str
+        Said of a close guess.
+    advice : str
+        Said of any other guess, after "Too high." or "Too low.".
     """
 
     unit: str
@@ -60,11 +70,19 @@ class Prediction:
     low: float
     high: float
     mistakes: tuple[Mistake, ...]
+    title: str
+    core: bool = False
+    close: str = "Close: you have seen what stays whole and what is sharded."
+    advice: str = (
+        "Count in bytes for each parameter: what stays whole on every rank, and what is divided?"
+    )
 
 
 PREDICTIONS = {
     # Stage 1 on 4 ranks: 2 + 2 + 12/4 of 16 bytes a parameter.
     "00-a": Prediction(
+        title="Predict the bar of stage 1",
+        core=True,
         unit=" %",
         within=2.0,
         low=0.0,
@@ -97,6 +115,7 @@ PREDICTIONS = {
     ),
     # Stage 1 on 16 ranks: 2 + 2 + 12/16 of 16 bytes a parameter.
     "00-b": Prediction(
+        title="Predict stage 1 on more ranks",
         unit=" %",
         within=1.0,
         low=0.0,
@@ -126,7 +145,8 @@ PREDICTIONS = {
         ),
     ),
 }
-"""By exercise: the notebook's number and a letter."""
+"""By exercise: the notebook's number and a letter. Other notebooks keep theirs beside their
+exercises, see `zero_nb.learn.registry`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,7 +206,7 @@ def compare_guess(key, guess, measured):
     Parameters
     ----------
     key : str
-        One of `PREDICTIONS`, such as ``"00-a"``.
+        The prediction, such as ``"00-a"``.
     guess : float
         What the learner wrote; ``...`` or None if nothing yet.
     measured : float
@@ -203,10 +223,14 @@ def compare_guess(key, guess, measured):
     KeyError
         If there is no such prediction: a slip of the notebook, not of the learner.
     """
-    prediction = PREDICTIONS[key]
+    from zero_nb.learn.registry import find_prediction  # it looks into this module, too
+
+    prediction = find_prediction(key)
     missing = _missing(guess, prediction)
     if missing:
+        SESSION.note(key, NOT_ATTEMPTED)
         return Waiting(missing)
+    SESSION.note(key, GUESSED)
     guess, measured = float(guess), float(measured)
     close = abs(guess - measured) <= prediction.within
     return Compared(
@@ -232,14 +256,11 @@ def _missing(guess, prediction):
 def _comment(prediction, guess, measured, close):
     """Say what a guess tells about the idea behind it."""
     if close:
-        return "Close: you have seen what stays whole and what is sharded."
+        return prediction.close
     mistakes = [m for m in prediction.mistakes if abs(m.value - guess) <= 0.5]
     if mistakes:
         return min(mistakes, key=lambda m: abs(m.value - guess)).text
-    return (
-        f"Too {'high' if guess > measured else 'low'}. Count in bytes for each parameter: what "
-        "stays whole on every rank, and what is divided?"
-    )
+    return f"Too {'high' if guess > measured else 'low'}. {prediction.advice}"
 
 
 def reveal(guess, truth):

@@ -1,0 +1,289 @@
+"""Short questions with feedback for each option: in a notebook, on paper, and for Moodle.
+
+The bank is ``quiz.yaml``, which also says how its entries are written. Every question has three
+parallel forms: the same idea with other numbers. Notebooks show form A of their own questions; a
+pre-test and a post-test are two forms of a set of their own.
+"""
+
+import html
+import random
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import final
+
+from zero_nb.config import UsageError
+from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, SESSION
+
+__all__ = ["FORMS", "Option", "Question", "Quiz", "bank", "gift", "pretest", "quiz"]
+
+FORMS = ("A", "B", "C")
+PRETEST = "test"
+"""The notebook under which the bank keeps the questions of the pre-test and post-test."""
+
+
+@final
+@dataclass(frozen=True)
+class Option:
+    """One answer to choose.
+
+    Attributes
+    ----------
+    text : str
+    right : bool
+    feedback : str
+        What choosing it says about the idea behind it.
+    """
+
+    text: str
+    right: bool
+    feedback: str
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """One question in one form.
+
+    Attributes
+    ----------
+    name : str
+        Such as ``"04-q1"``.
+    form : str
+        One of `FORMS`.
+    code : str
+        The misconception it asks about, such as ``"M9"``.
+    notebook : str
+        Where it is asked, or `PRETEST`.
+    source : str
+        The notebook that answers it.
+    stem : str
+    options : tuple of Option
+        In the order in which they are shown; exactly one is right.
+    """
+
+    name: str
+    form: str
+    code: str
+    notebook: str
+    source: str
+    stem: str
+    options: tuple[Option, ...]
+
+    @property
+    def letter(self):
+        """The letter of the right option (str)."""
+        return "abcdefgh"[[option.right for option in self.options].index(True)]
+
+
+@cache
+def bank():
+    """Return every `Question` in every form (tuple), in the order of the file.
+
+    Raises
+    ------
+    ValueError
+        If an entry of the file is incomplete: names it.
+    """
+    import yaml
+
+    text = files("zero_nb.learn").joinpath("quiz.yaml").read_text(encoding="utf-8")
+    return tuple(question for entry in yaml.safe_load(text) for question in _questions(entry))
+
+
+def _questions(entry):
+    """The forms of one entry."""
+    name = entry["id"]
+    if set(entry["forms"]) != set(FORMS):
+        raise ValueError(f"question {name} needs the forms {', '.join(FORMS)}")
+    for form in FORMS:
+        numbers = entry["forms"][form] or {}
+        options = [
+            Option(
+                _filled(option["text"], numbers),
+                bool(option.get("right", False)),
+                _filled(option["feedback"], numbers),
+            )
+            for option in entry["options"]
+        ]
+        # Another order in each form, the same on every machine.
+        random.Random(f"{name}{form}").shuffle(options)
+        yield Question(
+            name,
+            form,
+            entry["code"],
+            str(entry["notebook"]),
+            str(entry.get("source", entry["notebook"])),
+            _filled(entry["stem"], numbers),
+            tuple(options),
+        )
+
+
+def _filled(text, numbers):
+    """A text with the numbers of one form in it."""
+    return " ".join(str(text).format(**numbers).split())
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Quiz:
+    """Questions to read; in a browser each option opens to its feedback.
+
+    Attributes
+    ----------
+    title : str
+    questions : tuple of Question
+    feedback : bool
+        Whether options open.
+    """
+
+    title: str
+    questions: tuple[Question, ...]
+    feedback: bool = True
+
+    def __repr__(self):
+        """Return questions and options without the answers: what the notebook tests compare."""
+        lines = [self.title]
+        for number, question in enumerate(self.questions, 1):
+            lines.append(f"{number}. {question.stem}")
+            for letter, option in zip("abcdefgh", question.options, strict=False):
+                lines.append(f"   {letter}) {option.text}")
+        return "\n".join(lines)
+
+    def _repr_html_(self):
+        """Nested lists; an option is a button that keyboards and screen readers know."""
+        items = []
+        for question in self.questions:
+            options = "".join(
+                f"<li>{self._option(letter, option)}</li>"
+                for letter, option in zip("abcdefgh", question.options, strict=False)
+            )
+            items.append(
+                f"<li><p>{html.escape(question.stem)}</p>"
+                f'<ul style="list-style: none; padding-left: 0.5em">{options}</ul></li>'
+            )
+        return f"<p><strong>{html.escape(self.title)}</strong></p><ol>{''.join(items)}</ol>"
+
+    def _option(self, letter, option):
+        """One option."""
+        text = f"{letter}) {html.escape(option.text)}"
+        if not self.feedback:
+            return text
+        word = "Right." if option.right else "Not quite."
+        return (
+            f"<details><summary>{text}</summary>"
+            f"<p><strong>{word}</strong> {html.escape(option.feedback)}</p></details>"
+        )
+
+
+def quiz(notebook, form="A"):
+    """Show the short quiz of a notebook.
+
+    Parameters
+    ----------
+    notebook : str
+        Such as ``"04"``.
+    form : str
+        One of `FORMS`.
+
+    Returns
+    -------
+    Quiz
+    """
+    found = _select(notebook, form)
+    return Quiz("Choose an option to open what it says.", found)
+
+
+def _select(notebook, form):
+    """The questions of a notebook in one form."""
+    if form not in FORMS:
+        raise UsageError(f"there is no form {form!r}; choose one of {', '.join(FORMS)}")
+    found = tuple(q for q in bank() if q.notebook == notebook and q.form == form)
+    if not found:
+        names = dict.fromkeys(q.notebook for q in bank())
+        raise UsageError(f"no questions for {notebook!r}; there are some for {', '.join(names)}")
+    return found
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class TestResult:
+    """How a test went: how many, and where to read on; not which option is right.
+
+    Attributes
+    ----------
+    text : str
+    """
+
+    text: str
+
+    def __repr__(self):
+        """Return the text: this is what a notebook shows."""
+        return self.text
+
+
+def pretest(form="A", answers=...):
+    """Show the test before (or after) the course, or say how it went.
+
+    Parameters
+    ----------
+    form : str
+        One of `FORMS`: A before the course, B after it.
+    answers : str, optional
+        One letter a question, such as ``"abcabc"``. Letters may have blanks between them.
+
+    Returns
+    -------
+    Quiz or TestResult
+        The questions, or how many were right and which notebooks answer the others. Never raises
+        for any `answers`.
+    """
+    questions = _select(PRETEST, form)
+    key = f"test-{form}"
+    if answers is ... or answers is None:
+        SESSION.note(key, NOT_ATTEMPTED)
+        return Quiz(f"Test, form {form}: {len(questions)} questions.", questions, feedback=False)
+    letters = "".join(answers.split()).lower() if isinstance(answers, str) else ""
+    if len(letters) != len(questions) or set(letters) - set("abcdefgh"):
+        return TestResult(
+            f"Write {len(questions)} letters, one for each question, such as "
+            f"{'abcd' * len(questions)!s:.{len(questions)}}."
+        )
+    SESSION.note(key, GUESSED)
+    wrong = [q for q, letter in zip(questions, letters, strict=True) if q.letter != letter]
+    text = f"{len(questions) - len(wrong)} of {len(questions)} right."
+    if wrong:
+        places = ", ".join(sorted({q.source for q in wrong}))
+        text += f" The notebooks that answer the others: {places}."
+    return TestResult(text)
+
+
+def gift(questions=None):
+    """Write questions in Moodle's GIFT format.
+
+    Parameters
+    ----------
+    questions : sequence of Question, optional
+        All of `bank` if not given.
+
+    Returns
+    -------
+    str
+        UTF-8 text; a category for each notebook, each option with its feedback.
+    """
+    lines, category = [], None
+    for question in bank() if questions is None else questions:
+        if question.notebook != category:
+            category = question.notebook
+            lines += [f"$CATEGORY: zero-nb/{category}", ""]
+        lines.append(f"::{question.name} {question.form}:: {_escaped(question.stem)} {{")
+        for option in question.options:
+            sign = "=" if option.right else "~"
+            lines.append(f"  {sign}{_escaped(option.text)} #{_escaped(option.feedback)}")
+        lines += ["}", ""]
+    return "\n".join(lines)
+
+
+def _escaped(text):
+    """A text with GIFT's own signs taken literally."""
+    return "".join(f"\\{sign}" if sign in "~=#{}:\\" else sign for sign in text)

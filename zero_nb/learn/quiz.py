@@ -1,6 +1,7 @@
 """Short questions with feedback for each option: in a notebook, on paper, and for Moodle.
 
-The bank is ``quiz.yaml``, which also says how its entries are written. Every question has three
+The bank is ``quiz.yaml``, which also says how its entries are written, and one ``quiz_NN.yaml`` a
+notebook. Every question has three
 parallel forms: the same idea with other numbers. Notebooks show form A of their own questions; a
 pre-test and a post-test are two forms of a set of their own.
 """
@@ -15,7 +16,7 @@ from typing import final
 from zero_nb.config import UsageError
 from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, SESSION
 
-__all__ = ["FORMS", "Option", "Question", "Quiz", "bank", "gift", "pretest", "quiz"]
+__all__ = ["FORMS", "Option", "Question", "Quiz", "bank", "entries", "gift", "pretest", "quiz"]
 
 FORMS = ("A", "B", "C")
 PRETEST = "test"
@@ -78,17 +79,32 @@ class Question:
 
 @cache
 def bank():
-    """Return every `Question` in every form (tuple), in the order of the file.
+    """Return every `Question` in every form (tuple), in the order of the files.
 
     Raises
     ------
     ValueError
         If an entry of the file is incomplete: names it.
     """
+    return tuple(question for entry in entries() for question in _questions(entry))
+
+
+@cache
+def entries():
+    """Return the bank's entries (tuple of dict) as the files have them."""
     import yaml
 
-    text = files("zero_nb.learn").joinpath("quiz.yaml").read_text(encoding="utf-8")
-    return tuple(question for entry in yaml.safe_load(text) for question in _questions(entry))
+    folder = files("zero_nb.learn")
+    names = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name.startswith("quiz") and path.name.endswith(".yaml")
+    )
+    return tuple(
+        entry
+        for name in names
+        for entry in yaml.safe_load(folder.joinpath(name).read_text(encoding="utf-8"))
+    )
 
 
 def _questions(entry):

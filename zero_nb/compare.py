@@ -467,7 +467,12 @@ def _stage_run(engine, precision, optimizer, reports, dataset):
         largest_bytes=largest_bytes,
         elements_sent=last.elements_sent,
         formula_elements=traffic.elements_per_step(
-            stage, size, numels, micro_batches=micro_batches
+            stage,
+            size,
+            numels,
+            micro_batches=micro_batches,
+            # A unit with a tied weight stays gathered from its forward to its backward use.
+            gathers=[1 if unit.aliases else 2 for unit in engine.optimizer.units],
         ),
         step_seconds=statistics.median(report.seconds for report in reports),
     )

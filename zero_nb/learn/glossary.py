@@ -3,10 +3,10 @@
 import html
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import final
 
 from zero_nb.config import UsageError
+from zero_nb.learn.files import read_yaml
 
 __all__ = ["Glossary", "Term", "glossary", "glossary_terms", "term"]
 
@@ -55,9 +55,6 @@ class Term:
 @cache
 def glossary_terms():
     """Return every `Term` by its name (dict), in alphabetical order."""
-    import yaml
-
-    text = files("zero_nb.learn").joinpath("glossary.yaml").read_text(encoding="utf-8")
     terms = [
         Term(
             entry["term"],
@@ -66,7 +63,7 @@ def glossary_terms():
             str(entry.get("symbol", "")),
             tuple(entry.get("also", ())),
         )
-        for entry in yaml.safe_load(text)
+        for entry in read_yaml("glossary")
     ]
     return {entry.name: entry for entry in sorted(terms, key=lambda entry: entry.name.lower())}
 

@@ -10,10 +10,10 @@ import html
 import random
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import final
 
 from zero_nb.config import UsageError
+from zero_nb.learn.files import read_yaml
 from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, SESSION
 
 __all__ = ["FORMS", "Option", "Question", "Quiz", "bank", "entries", "gift", "pretest", "quiz"]
@@ -92,19 +92,7 @@ def bank():
 @cache
 def entries():
     """Return the bank's entries (tuple of dict) as the files have them."""
-    import yaml
-
-    folder = files("zero_nb.learn")
-    names = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.name.startswith("quiz") and path.name.endswith(".yaml")
-    )
-    return tuple(
-        entry
-        for name in names
-        for entry in yaml.safe_load(folder.joinpath(name).read_text(encoding="utf-8"))
-    )
+    return tuple(read_yaml("quiz"))
 
 
 def _questions(entry):
@@ -116,9 +104,9 @@ def _questions(entry):
         numbers = entry["forms"][form] or {}
         options = [
             Option(
-                _filled(option["text"], numbers),
+                _filled(option["text"], numbers, name),
                 bool(option.get("right", False)),
-                _filled(option["feedback"], numbers),
+                _filled(option["feedback"], numbers, name),
             )
             for option in entry["options"]
         ]
@@ -130,14 +118,17 @@ def _questions(entry):
             entry["code"],
             str(entry["notebook"]),
             str(entry.get("source", entry["notebook"])),
-            _filled(entry["stem"], numbers),
+            _filled(entry["stem"], numbers, name),
             tuple(options),
         )
 
 
-def _filled(text, numbers):
+def _filled(text, numbers, name):
     """A text with the numbers of one form in it."""
-    return " ".join(str(text).format(**numbers).split())
+    try:
+        return " ".join(str(text).format(**numbers).split())
+    except KeyError as error:
+        raise ValueError(f"question {name}: not every form has a number {error}") from error
 
 
 @final

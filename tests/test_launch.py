@@ -132,6 +132,27 @@ def test_cores_are_shared_out_and_blas_has_one(folder):
     assert env["ZERO_NB_MPI_FOLDER"] == str(folder.path)
 
 
+def test_under_another_launcher_cores_are_shared_out_once(monkeypatch):
+    monkeypatch.setattr(launch, "_cores", lambda: 8)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 8)
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.processes_here() is None
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")
+    assert launch.processes_here() == 3
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "restored at the end, whatever it was")
+    monkeypatch.delenv("NUMBA_NUM_THREADS")
+    launch.share_cores()
+    assert os.environ["NUMBA_NUM_THREADS"] == "2"
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "5")  # somebody else has decided
+    launch.share_cores()
+    assert os.environ["NUMBA_NUM_THREADS"] == "5"
+    monkeypatch.delenv("NUMBA_NUM_THREADS")
+    monkeypatch.setattr(launch, "_cores", lambda: 2)  # bound to two of eight cores
+    launch.share_cores()
+    assert "NUMBA_NUM_THREADS" not in os.environ
+
+
 def test_where_mpiexec_is_missing_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(launch.shutil, "which", lambda *_, **__: None)
     with pytest.raises(UsageError, match=r"pip install 'zero-nb\[mpi\]'"):

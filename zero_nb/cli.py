@@ -238,6 +238,7 @@ def _world(engine, world_size, local_ranks, deadline):
 
         yield SimulatedWorld(4 if world_size is None else world_size)
     else:
+        launch.share_cores()
         from zero_nb.cluster.joined import joined
 
         with joined(local_ranks, world_size=world_size, deadline_s=deadline) as world:

@@ -63,7 +63,6 @@ def joined(local_ranks=1, *, world_size=None, deadline_s=DEADLINE_S, check_order
         world.barrier("start")
         _unlink_segments()
         _check_found(world, world_size)
-        _share_cores(world)
         with _heard(member):
             yield world
             sys.stdout.flush()
@@ -86,17 +85,6 @@ def _check_found(world, world_size):
             f"--world-size {world_size} was asked for, but {world.size} ranks were started: "
             f"{world.processes} by the launcher, times --local-ranks {world.hosted}"
         )
-
-
-def _share_cores(world):
-    """Give each process here its share of the cores, unless the launcher has shared them out."""
-    import numba
-
-    cores = os.cpu_count() or 1
-    bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < cores
-    if not bound and "NUMBA_NUM_THREADS" not in os.environ:
-        wanted = max(1, cores // world.processes_here)
-        numba.set_num_threads(min(wanted, numba.config.NUMBA_NUM_THREADS))
 
 
 # --- failing -----------------------------------------------------------------------------

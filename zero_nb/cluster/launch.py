@@ -36,7 +36,15 @@ from zero_nb.cluster.rundir import (
 )
 from zero_nb.config import UsageError, check_world_size
 
-__all__ = ["INSTALL_HINT", "RunError", "find_mpiexec", "run_mpi", "under_launcher"]
+__all__ = [
+    "INSTALL_HINT",
+    "RunError",
+    "find_mpiexec",
+    "processes_here",
+    "run_mpi",
+    "share_cores",
+    "under_launcher",
+]
 
 INSTALL_HINT = "MPI is not installed; run: pip install 'zero-nb[mpi]'"
 
@@ -78,6 +86,25 @@ class RunError(RuntimeError):
 def under_launcher():
     """Whether this process was started by a launcher of MPI, ours or another (bool)."""
     return any(name in os.environ for name in _LAUNCHERS)
+
+
+def processes_here():
+    """Return how many processes of the run are on this machine (int), None if nobody says."""
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
+
+
+def share_cores():
+    """Give this process its share of the cores, unless the launcher has shared them out.
+
+    To be called before Numba is imported; BLAS has one thread anyway.
+    """
+    bound = _cores() < (os.cpu_count() or 1)
+    if not bound:
+        threads = max(1, _cores() // (processes_here() or 1))
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
 
 
 def find_mpiexec():

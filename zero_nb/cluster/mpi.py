@@ -40,7 +40,7 @@ from typing import final
 
 import numpy as np
 
-from zero_nb.cluster.launch import INSTALL_HINT
+from zero_nb.cluster.launch import INSTALL_HINT, processes_here
 from zero_nb.cluster.rundir import Member, ranks_text
 from zero_nb.cluster.world import PURPOSES, World
 from zero_nb.config import UsageError
@@ -143,7 +143,7 @@ class MPIWorld(World):
         self._number, self._now = 0, None
         self._checks, self._checking = (), False
         self._buffers = {}
-        crowded = self.processes_here > (os.cpu_count() or 1)
+        crowded = (processes_here() or self.processes) > (os.cpu_count() or 1)
         self._tests = _TESTS_BEFORE_SLEEP_CROWDED if crowded else _TESTS_BEFORE_SLEEP
         # A communicator of our own, so that nobody else's messages are taken for ours.
         self._comm, request = comm.Idup()
@@ -201,14 +201,6 @@ class MPIWorld(World):
         self._count_gather(values_RK.nbytes)
         self._wait([self._comm.Iallgather(_bytes(values_RK), _bytes(out_WK))])
         return out_WK
-
-    @property
-    def processes_here(self):
-        """Number of processes on this machine, as the launcher says; all if it does not (int)."""
-        for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-            if os.environ.get(name, "").isdigit():
-                return int(os.environ[name])
-        return self.processes
 
     @property
     def first_here(self):

@@ -6,25 +6,21 @@ Shape suffixes: R ranks hosted here, F padded flat length of a unit, S = F // wo
 import hashlib
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from numbers import Real
 from typing import final
 
 import numpy as np
 
-from zero_nb.cluster.simulated import SimulatedWorld
-from zero_nb.cluster.world import World
-from zero_nb.config import UsageError, ZeROConfig, ZeROStage, check_at_least_one
+from zero_nb.config import UsageError, ZeROStage, check_at_least_one
 from zero_nb.core import flat
 from zero_nb.core.precision import FLOAT32
-from zero_nb.train import named, snapshot
+from zero_nb.train import given, named, snapshot
 from zero_nb.train.accumulation import Accumulation
 from zero_nb.train.buckets import GradientBuckets, GradientBuffer
-from zero_nb.train.ledger import Ledger, owner_of
+from zero_nb.train.gathered import gathered
+from zero_nb.train.ledger import Ledger
 from zero_nb.train.optim import AdamW, GroupedRule, ParameterGroup
 from zero_nb.train.recipes import RECIPES, get_recipe
 from zero_nb.train.scaling import (
@@ -179,7 +175,7 @@ class ZeROOptimizer:
         schedule=None,
         ledger=None,
     ):
-        settings = _settings(
+        settings = given.merged_settings(
             config,
             stage=stage,
             world_size=world_size,
@@ -188,13 +184,13 @@ class ZeROOptimizer:
             reduce_bucket_size=reduce_bucket_size,
             overlap_comm=overlap_comm,
         )
-        params, self.aliases = _check_params(params)
+        params, self.aliases = given.check_params(params)
         frozen, keep_fp32 = (
             self._own_names(what, chosen, params)
             for what, chosen in (("frozen", frozen), ("keep_fp32", keep_fp32))
         )
         self.recipe = get_recipe(settings["precision"], reduce_dtype)
-        self.world = _check_world(world, settings["world_size"])
+        self.world = given.check_world(world, settings["world_size"])
         self.micro_batches = check_at_least_one(
             "micro_batches", settings["micro_batches"], "micro-batch"
         )
@@ -202,7 +198,7 @@ class ZeROOptimizer:
         self.norm_type = check_norm_type(norm_type)
         if loss_scale is None and self.recipe.loss_scaling:
             loss_scale = DynamicLossScale()
-        self.scaler = _check_kind("loss_scale", loss_scale, DynamicLossScale)
+        self.scaler = given.check_kind("loss_scale", loss_scale, DynamicLossScale)
         self.schedule = schedule
         if schedule is not None and not callable(schedule):
             raise UsageError(f"schedule must be a function of the step or None, got {schedule!r}")
@@ -212,7 +208,7 @@ class ZeROOptimizer:
         )
         grouped = group_by_unit(tuple(params), self._canonical_units(units, params))
         layouts = self._layouts(grouped, params, frozen, keep_fp32)
-        self.ledger = _check_kind("ledger", ledger, Ledger) or Ledger(self.world.hosted)
+        self.ledger = given.check_kind("ledger", ledger, Ledger) or Ledger(self.world.hosted)
         if self.ledger.hosted != self.world.hosted:
             raise UsageError(
                 f"the ledger counts {self.ledger.hosted} ranks, the world hosts {self.world.hosted}"
@@ -220,7 +216,7 @@ class ZeROOptimizer:
         self.buckets = self._make_buckets(settings, [layout for _, layout, *_ in layouts])
         self.stage = STAGES[settings["stage"]](self.world, self.rule, self.buckets)
         self._persistent_stage = ZeROStage2(self.world, self.rule, self.buckets)
-        self._persistence_threshold = _check_threshold(param_persistence_threshold)
+        self._persistence_threshold = given.check_threshold(param_persistence_threshold)
         self.accumulation = Accumulation(self.stage, self.micro_batches, reduce_every_micro_batch)
         self.names = (*params, *self.aliases)
         self.steps_done = self.skipped_steps = 0
@@ -378,7 +374,6 @@ class ZeROOptimizer:
         """
         return self._persistent_stage if unit.persistent else self.stage
 
-    @contextmanager
     def gathered_parameters(self, modify_rank=None):
         """Hold all parameters gathered within the block, outside training.
 
@@ -389,69 +384,17 @@ class ZeROOptimizer:
             all and written back, masters included. Without it the arrays are read-only: an edit
             that would be lost is an error at once.
 
-        Yields
-        ------
-        dict of str to ndarray, (R, *shape) float32
-            Copies of what the ranks compute with.
+        Returns
+        -------
+        context manager
+            Of a dict, name -> (R, *shape) float32: copies of what the ranks compute with.
 
         Raises
         ------
         UsageError
             If another rank's copy was changed; nothing is written then.
         """
-        if modify_rank is not None and not 0 <= modify_rank < self.world.size:
-            raise UsageError(
-                f"modify_rank must be within 0..{self.world.size - 1}, got {modify_rank}"
-            )
-        copies_RF = {}
-        with self.world.purpose("other"):
-            for unit in self.units:
-                full_RF = np.empty((self.world.hosted, unit.layout.padded_numel), np.float32)
-                self.ledger.register(full_RF, "unsharded", unit.name)
-                for name, view in self.unshard(unit).items():
-                    unit.views(full_RF)[name][...] = view
-                full_RF[:, unit.layout.numel :] = 0.0
-                self.reshard(unit)
-                copies_RF[unit] = full_RF
-            views = {}
-            for unit, full_RF in copies_RF.items():
-                for name, view in unit.views(full_RF).items():
-                    view.flags.writeable = modify_rank is not None
-                    views[name] = view
-            before = None
-            if modify_rank is not None:
-                before = {unit: full_RF.copy() for unit, full_RF in copies_RF.items()}
-            yield {name: views[name] for name in self.names}
-            if modify_rank is not None:
-                self._check_edits(before, copies_RF, modify_rank)
-                for unit, full_RF in copies_RF.items():
-                    self._write_back(unit, before[unit], full_RF, modify_rank)
-
-    def _check_edits(self, before, after, modify_rank):
-        """Refuse edits by a rank whose edits do not count."""
-        for unit in before:
-            for row, rank in enumerate(self.world.ranks):
-                if rank != modify_rank and _differ(before[unit][row], after[unit][row]).any():
-                    raise UsageError(
-                        f"rank {rank} changed unit {unit.name!r}, but modify_rank is "
-                        f"{modify_rank}; nothing was written back"
-                    )
-
-    def _write_back(self, unit, before_RF, after_RF, modify_rank):
-        """Give every rank the elements that one rank changed, and keep all others as they are."""
-        changed_RF = _differ(before_RF, after_RF).astype(np.float32)
-        self.world.broadcast(changed_RF, root=modify_rank, label=unit.name)
-        self.world.broadcast(after_RF, root=modify_rank, label=unit.name)
-        self._write(unit, after_RF, changed_RF != 0)
-
-    def _write(self, unit, values_RF, where_RF):
-        """Set elements of the stored parameters, and of masters, from full float32 rows."""
-        if unit.optim.master is not None:
-            master = unit.optim.master
-            np.copyto(master, unit.fit(values_RF, master), where=unit.fit(where_RF, master))
-        rounded_RF = unit.recipe.param.round(values_RF)
-        param = unit.param
-        np.copyto(param, unit.fit(rounded_RF, param), where=unit.fit(where_RF, param))
+        return gathered(self, modify_rank)
 
     # --- gradients in ----------------------------------------------------------------------------
 
@@ -473,13 +416,13 @@ class ZeROOptimizer:
         UsageError
             If a gradient is missing, unknown, or of another shape or dtype; nothing is taken then.
         """
-        self._check_grads(grads)
+        given.check_grads(self.trainable_units, grads, self.world.hosted)
         for unit in reversed(self.trainable_units):
             buffer = GradientBuffer(unit)
             for name in (*unit.layout.names, *unit.aliases):
-                if not _is_unused(grads[name]):
+                if not given.is_unused(grads[name]):
                     self._used.add(unit.aliases.get(name, name))
-                    _write(buffer, name, grads[name])
+                    _write_gradient(buffer, name, grads[name])
             self.post_backward(unit, buffer)
             del buffer
         self.finish_backward()
@@ -517,7 +460,7 @@ class ZeROOptimizer:
             If a gradient is missing, unknown, or of another shape or dtype, or if gradients are
             held already; nothing is taken then.
         """
-        self._check_grads(grads, lead=())
+        given.check_grads(self.trainable_units, grads)
         if any(self.accumulation.batches_held(unit) for unit in self.trainable_units):
             raise UsageError("gradients are held already; call step() or zero_grad() first")
         for unit in self.trainable_units:
@@ -756,54 +699,8 @@ class ZeROOptimizer:
         total = self.world.log.total_bytes["param"] + self.world.log.total_bytes["grad"]
         self._sent_bytes, self._sent_before = total - self._sent_before, total
 
-    def _check_grads(self, grads, *, lead=None):
-        """Refuse gradients that do not fit the parameters, before anything is taken."""
-        lead = (self.world.hosted,) if lead is None else lead
-        names = [n for unit in self.trainable_units for n in (*unit.layout.names, *unit.aliases)]
-        if not lead:
-            names = [name for name in names if name not in self.aliases]
-        unknown = sorted(grads.keys() - set(names))
-        missing = [name for name in names if name not in grads]
-        if unknown or missing:
-            what = "unknown or frozen gradients" if unknown else "missing gradients"
-            raise UsageError(f"{what}: {', '.join(unknown or missing)}")
-        for unit in self.trainable_units:
-            unit.check_room()
-            for name in (*unit.layout.names, *unit.aliases):
-                if name in grads:
-                    shape = unit.layout.shapes[
-                        unit.layout.names.index(unit.aliases.get(name, name))
-                    ]
-                    _check_grad(name, grads[name], (*lead, *shape), by_rank=bool(lead))
 
-
-def _check_grad(name, grad, want, *, by_rank=True):
-    """Refuse one gradient that does not fit, or one row of a list."""
-    if grad is None and by_rank:
-        return
-    if isinstance(grad, list) and by_rank:
-        if len(grad) != want[0]:
-            raise UsageError(
-                f"the gradient of {name!r} is a list of {len(grad)}; one entry a hosted rank is "
-                f"{want[0]}"
-            )
-        for row in grad:
-            if row is not None:
-                _check_grad(name, row, want[1:], by_rank=False)
-        return
-    dtype = getattr(grad, "dtype", None)
-    if dtype != np.float32 or np.shape(grad) != want:
-        got = type(grad).__name__ if dtype is None else f"{dtype} {np.shape(grad)}"
-        rows = ", one row a rank" if by_rank else ", without a rank axis"
-        raise UsageError(f"the gradient of {name!r} must be float32 {want}{rows}; got {got}")
-
-
-def _is_unused(grad):
-    """Whether none of the hosted ranks used a parameter."""
-    return grad is None or (isinstance(grad, list) and all(row is None for row in grad))
-
-
-def _write(buffer, name, grad):
+def _write_gradient(buffer, name, grad):
     """Write or add one name's gradient; a function, so that no view of the buffer stays behind."""
     for target in buffer.targets([name]).values():
         _fill_rows(target, grad)
@@ -817,92 +714,3 @@ def _fill_rows(target, grad):
         return
     for row, values in enumerate(grad):
         target[row] = 0.0 if values is None else values  # by index: a row of a 0-d one is a scalar
-
-
-def _differ(a, b):
-    """Return where two float32 arrays differ in their bits (NaN equals itself, -0 is not 0)."""
-    return a.view(np.uint32) != b.view(np.uint32)
-
-
-def _settings(config, **given):
-    """Merge a config with keywords, refusing both for the same thing."""
-    if config is None:
-        defaults = {
-            "stage": 1,
-            "world_size": 1,
-            "precision": "fp32",
-            "micro_batches": 1,
-            "reduce_bucket_size": None,
-            "overlap_comm": False,
-        }
-        chosen = {name: value for name, value in given.items() if value is not None}
-        settings = defaults | chosen
-        return settings | {"stage": ZeROStage.parse(settings["stage"])}
-    if not isinstance(config, ZeROConfig):
-        raise UsageError(f"config must be a ZeROConfig, got {type(config).__name__}")
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
-        raise UsageError(f"{', '.join(twice)} given by config and by keyword; give one of the two")
-    return {name: getattr(config, name) for name in given}
-
-
-def _check_kind(name, given, kind):
-    """Return what was given if it is None or of its kind."""
-    if given is not None and not isinstance(given, kind):
-        raise UsageError(f"{name} must be a {kind.__name__} or None, got {given!r}")
-    return given
-
-
-def _check_threshold(threshold):
-    """Return a number of parameters, or say what is wrong with it."""
-    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
-        raise UsageError(
-            f"param_persistence_threshold must be a number of parameters of at least 0, "
-            f"got {threshold!r}"
-        )
-    return threshold
-
-
-def _check_world(world, world_size):
-    """Return the world to run in."""
-    if _check_kind("world", world, World) is None:
-        return SimulatedWorld(world_size)
-    if world_size not in (1, world.size):
-        raise UsageError(f"world_size {world_size} does not fit {world!r}; give one of the two")
-    return world
-
-
-def _check_params(params):
-    """Return parameters by name, and other names of tied ones; or say which does not fit."""
-    if not isinstance(params, Mapping) or not params:
-        raise UsageError("params must be a non-empty mapping of name to float32 array")
-    own, aliases, name_of = {}, {}, {}
-    for name, array in params.items():
-        if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-            got = getattr(array, "dtype", type(array).__name__)
-            raise UsageError(
-                f"parameter {name!r} must be a float32 array, got {got}; convert it with "
-                "astype(np.float32), and choose the stored format by precision or keep_fp32"
-            )
-        # Identity, taken before anything is copied: two names for one array are tied.
-        first = name_of.setdefault(id(array), name)
-        if first == name:
-            own[name] = array
-        else:
-            aliases[name] = first
-    _check_apart(own)
-    return own, aliases
-
-
-def _check_apart(params):
-    """Refuse two arrays that share memory without being one array: they would train apart."""
-    of_owner = defaultdict(list)
-    for name, array in params.items():
-        of_owner[id(owner_of(array))].append(name)
-    for names in of_owner.values():
-        for one, other in combinations(names, 2):
-            if np.shares_memory(params[one], params[other]):
-                raise UsageError(
-                    f"parameters {one!r} and {other!r} share memory but are two arrays; give the "
-                    "same array under both names to tie them, or a copy to train them apart"
-                )

@@ -123,7 +123,7 @@ def check_max_grad_norm(max_grad_norm):
     """Return `max_grad_norm` as a float or None, or say what is wrong with it."""
     if max_grad_norm is None:
         return None
-    number = isinstance(max_grad_norm, Real)
+    number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
     if not (number and math.isfinite(max_grad_norm) and max_grad_norm > 0):
         raise UsageError(
             f"max_grad_norm must be a finite number above 0, or None for no clipping; "

@@ -1,10 +1,16 @@
-"""Notebooks in one normal form: `run`, `normalise`, `check`.
+"""Notebooks in one normal form and two editions: `run`, `normalise`, `strip`, `check`.
 
 A notebook is kept with its outputs, and is written by one command only, so that a difference in
 the file is a difference in what it says. ``run`` executes in a fresh kernel and normalises;
 ``normalise`` brings one that was saved in JupyterLab into the same form; ``check`` tells what is
 wrong with one. The normal form keeps what a reader sees and drops what a machine left behind: the
 kernel's exact version, timings, widget models, cell metadata other than tags.
+
+[Note: two editions]
+``notebooks/`` is the source: solved, with outputs. What stands between ``### BEGIN SOLUTION`` and
+``### END SOLUTION`` is taken out for ``notebooks/learner/``, which is never edited: ``strip``
+writes it, and ``run`` does so after executing the solved one. Cells keep their ids and places, so
+that an answer can be found in a learner's copy.
 
     python tools/nbtools.py run notebooks/00_see_the_saving_first.ipynb
 """
@@ -31,10 +37,14 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 SHORTEST_ALT = 20
 CELL_SECONDS = 120
 
+LEARNER = "learner"
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 # Folders that exist on one machine only; spelled so that this line is no such path itself.
 _PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|work|private|mnt)/\w*|\b[A-Z]:\\+\w+")
+_LINK = re.compile(r"\]\((?P<target>[^()\s]+)\)")
 _EMBEDDED = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=]+")
 
 
@@ -175,6 +185,98 @@ def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
+# ----------------------------------------------------------------------------------- two editions
+
+
+def has_solutions(notebook: dict[str, Any]) -> bool:
+    """Whether a notebook has anything to take out, and so a learner's edition.
+
+    Parameters
+    ----------
+    notebook
+        In normal form or not.
+    """
+    return any(BEGIN in _text(cell.get("source", "")) for cell in notebook["cells"])
+
+
+def strip(notebook: dict[str, Any], single: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Make the learner's edition of a solved notebook: see [Note: two editions].
+
+    Parameters
+    ----------
+    notebook
+        The solved one; not changed.
+    single
+        File names of notebooks that have one edition only: links to them go one folder up.
+
+    Returns
+    -------
+    dict
+        In normal form, without outputs: it has not been run yet.
+
+    Raises
+    ------
+    ValueError
+        If a region has no end, no beginning, or no place to put the three dots.
+    """
+    stripped = normalise(notebook)
+    for place, cell in enumerate(stripped["cells"]):
+        source = _text(cell["source"])
+        if cell["cell_type"] == "code":
+            cell["source"] = _lines(_without_solutions(source, place))
+            cell.update(execution_count=None, outputs=[])
+        else:
+            cell["source"] = _lines(_LINK.sub(lambda hit: _relinked(hit, single), source))
+    return stripped
+
+
+def _without_solutions(source: str, place: int) -> str:
+    """A cell's source with three dots in the place of each region between the marks."""
+    kept: list[str] = []
+    inside = False
+    for line in source.split("\n"):
+        mark = line.strip()
+        if mark in (BEGIN, END):
+            if inside == (mark == BEGIN):
+                raise ValueError(f"cell {place}: {mark!r} is not expected here")
+            inside = not inside
+            # `guess = ...` before the region: the dots are already there.
+            if inside and not (kept and kept[-1].rstrip().endswith("...")):
+                kept.append(line[: len(line) - len(line.lstrip())] + "...")
+        elif not inside:
+            kept.append(line)
+    if inside:
+        raise ValueError(f"cell {place}: a region has no {END!r}")
+    return "\n".join(kept)
+
+
+def _relinked(hit: re.Match[str], single: frozenset[str]) -> str:
+    """A Markdown link that still leads to its file from one folder deeper."""
+    target = hit["target"]
+    file = target.partition("#")[0]
+    stays = not file or "://" in target or (file.endswith(".ipynb") and file not in single)
+    return hit.group() if stays else f"]({'../' + target})"
+
+
+def learner_path(path: Path) -> Path:
+    """Return where the learner's edition of a solved notebook lies."""
+    return path.parent / LEARNER / path.name
+
+
+def solved_notebooks(folder: Path = NOTEBOOKS) -> list[Path]:
+    """Return the solved notebooks of a folder, in order."""
+    return sorted(folder.glob("*.ipynb"))
+
+
+def single_editions(folder: Path = NOTEBOOKS) -> frozenset[str]:
+    """Return the names of the notebooks of a folder that have no solutions in them."""
+    return frozenset(
+        path.name
+        for path in solved_notebooks(folder)
+        if not has_solutions(json.loads(path.read_text(encoding="utf-8")))
+    )
+
+
 # -------------------------------------------------------------------------------------- the guard
 
 
@@ -313,6 +415,7 @@ def execute(text: str, folder: Path) -> dict[str, Any]:
     notebook = nbformat.reads(to_text(normalise(json.loads(text))), as_version=4)
     # A kernel of the same name in the home directory must not win over this environment's.
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
+    os.environ["ZERO_NB_SCORE"] = "off"  # a learner's own record is not made by this
     client = NotebookClient(
         notebook,
         timeout=CELL_SECONDS,
@@ -328,30 +431,49 @@ def execute(text: str, folder: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="nbtools", description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=("run", "normalise", "check"))
+    parser.add_argument("command", choices=("run", "normalise", "strip", "check"))
     parser.add_argument("notebook", nargs="*", type=Path, help="default: all in notebooks/")
     options = parser.parse_args(arguments)
+    # The learner's edition follows the solved one, so only that is named; `check` reads both.
+    everything = sorted(NOTEBOOKS.rglob("*.ipynb")) if options.command == "check" else None
     failed = False
-    for path in options.notebook or sorted(NOTEBOOKS.rglob("*.ipynb")):
+    for path in options.notebook or everything or solved_notebooks():
         if ".ipynb_checkpoints" in path.parts:
             continue
-        text = path.read_text(encoding="utf-8")
         try:
-            if options.command == "run":
-                _write(path, to_text(execute(text, path.parent)))
-            elif options.command == "normalise":
-                _write(path, to_text(normalise(json.loads(text))))
+            written = _written(path, options.command)
         except Exception as error:
             # The file stays as it was; the other notebooks still get their turn.
             print(f"{path.name}: {error}", file=sys.stderr)
             failed = True
             continue
-        found = problems(path.read_text(encoding="utf-8"))
-        for problem in found:
-            print(f"{path.name}: {problem}", file=sys.stderr)
-        failed = failed or bool(found)
-        print(f"{path.name}: {'see above' if found else 'fine'}")
+        for file in written:
+            name = f"{LEARNER}/{file.name}" if file.parent.name == LEARNER else file.name
+            found = problems(file.read_text(encoding="utf-8"))
+            for problem in found:
+                print(f"{name}: {problem}", file=sys.stderr)
+            failed = failed or bool(found)
+            print(f"{name}: {'see above' if found else 'fine'}")
     return int(failed)
+
+
+def _written(path: Path, command: str) -> list[Path]:
+    """Carry out a command on one notebook; return the files that it is about."""
+    text = path.read_text(encoding="utf-8")
+    if command == "normalise":
+        _write(path, to_text(normalise(json.loads(text))))
+    if command == "run":
+        _write(path, to_text(execute(text, path.parent)))
+    if command in ("check", "normalise") or path.parent.name == LEARNER:
+        return [path]
+    solved = json.loads(path.read_text(encoding="utf-8"))
+    if not has_solutions(solved):
+        return [path]
+    learner = learner_path(path)
+    learner.parent.mkdir(exist_ok=True)
+    stripped = to_text(strip(solved, single_editions(path.parent)))
+    _write(learner, to_text(execute(stripped, learner.parent)))
+    return [path, learner]
 
 
 def _write(path: Path, text: str) -> None:

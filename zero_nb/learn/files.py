@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib.resources import files
+from typing import ClassVar
 
 __all__ = ["read_yaml"]
 
@@ -40,7 +41,7 @@ def _loader():
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers = {
+        yaml_implicit_resolvers: ClassVar = {
             first: [
                 (tag, pattern)
                 for tag, pattern in resolvers

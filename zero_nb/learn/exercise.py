@@ -147,7 +147,7 @@ class FunctionExercise(Exercise):
         for name, wrong in self.wrong.items():
             seen = self._known(name, wrong.answer, seed)
             if all(alike(a, b, self.tolerance) for a, b in zip(got, seen, strict=True)):
-                return wrong.text
+                return _prose(wrong.text)
         fresh = self._args(seed)
         return next(
             self._explain(answer, case, a, b)
@@ -188,7 +188,7 @@ class FunctionExercise(Exercise):
     def _explain(self, answer, args, got, expected):
         """Say what happened in one case."""
         if isinstance(got, Raised) and got.kind == "NotYet":
-            return got.text
+            return _prose(got.text)
         names = [_parameter(self.solution, place) for place in range(len(args))]
         told = [
             f"{name}={short(value)}"
@@ -251,7 +251,7 @@ class RankExercise(Exercise):
         for name, wrong in self.wrong.items():
             seen = self._known(name, wrong.answer, seed)
             if all(self._same(a, b) for a, b in zip(got, seen, strict=True)):
-                return wrong.text
+                return _prose(wrong.text)
         return next(filter(None, reasons))
 
     def _rows(self, seed):
@@ -341,7 +341,7 @@ class ValueExercise(Exercise):
             return ""
         for wrong in self.wrong.values():
             if _near(answer, wrong.answer, self.within):
-                return wrong.text
+                return _prose(wrong.text)
         return self._explain(answer, self.solution, "")
 
     def _explain(self, got, truth, at):
@@ -455,6 +455,14 @@ def _no_function(answer):
         f"This is a value of type {type(answer).__name__}, not a function; give the function "
         "itself, without brackets behind its name"
     )
+
+
+def _prose(text):
+    """A sentence in one line, with a capital unless it begins with a name in code."""
+    text = " ".join(text.split())
+    if text.split(" ")[0].isalpha():
+        text = text[0].upper() + text[1:]
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def _near(got, truth, within):

@@ -1,6 +1,7 @@
 """Find an exercise or a prediction by its key: ``"04-a"`` is exercise a of notebook 04."""
 
 import importlib
+import importlib.util
 import pkgutil
 from functools import cache
 from types import ModuleType

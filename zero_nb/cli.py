@@ -51,15 +51,30 @@ def main():
         sys.exit(130)
     except Exception as error:  # typer raises its own usage errors, whichever click it uses
         shown = getattr(error, "format_message", None)
-        if shown is None:
+        if shown is not None:
+            _fail(shown(), getattr(error, "exit_code", 2))
+        from zero_nb.train.scaling import LossScaleError
+
+        if not isinstance(error, LossScaleError):
             raise
-        _fail(shown(), getattr(error, "exit_code", 2))
+        _fail(str(error), 1)
 
 
 def _fail(text, status=2):
-    """Print one line on stderr and exit."""
-    print(f"zero-nb: {' '.join(text.split())}", file=sys.stderr)
+    """Print one line on stderr (none if help said it all) and exit."""
+    if text:
+        print(f"zero-nb: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(status)
+
+
+def _check_folder(out):
+    """Refuse a place for files that cannot become one, before minutes are spent on them."""
+    nearest = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        what = "is a file" if nearest == out else f"would lie in {nearest}, which is a file"
+        raise UsageError(f"--out {out} {what}; give a folder")
+    if not os.access(nearest, os.W_OK):
+        raise UsageError(f"--out {out}: {nearest} cannot be written to; give another folder")
 
 
 # --- output helpers ------------------------------------------------------------------------------
@@ -374,8 +389,7 @@ def figures(
     """Measure, and write every figure as PNG and SVG with the numbers behind it."""
     from zero_nb.show.gallery import STEPS, draw_all
 
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file; give a folder")
+    _check_folder(out)
     with _progress(STEPS, "figures") as tick:
         for name in draw_all(out, progress=tick):
             print(out / f"{name}.png")
@@ -390,8 +404,7 @@ def run(
     """Compare the stages, train at stage 3 until the GPT draws digits, write the figures."""
     from zero_nb.show.gallery import main_job
 
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file; give a folder")
+    _check_folder(out)
     main_job(out, say=print, show=_print_comparison, progress=_progress)
     print("\nNow open the notebooks in JupyterLab: make lab   (or: zero-nb lab)")
 

@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from zero_nb.theory.checks import check_count, check_stage
 from zero_nb.theory.memory import ModelStateBytes, get_recipe, padded_numel, recipe_state_bytes
 
-__all__ = ["EngineLines", "engine_lines", "gpt_activation_bytes", "mlp_activation_bytes"]
+__all__ = [
+    "EngineLines",
+    "engine_lines",
+    "gpt_activation_bytes",
+    "gpt_kept_bytes",
+    "mlp_activation_bytes",
+]
 
 # Bytes of a gradient element while it travels.
 _WIRE = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16-fp32-grads": 4, "bf16-both-grads": 2}
@@ -143,13 +149,45 @@ def gpt_activation_bytes(
 
     Notes
     -----
-    For each token: its number (8 bytes); in a block the two normalised inputs, q, k and v, the
-    attended values, the value and the slope of GELU (2D + 3D + D + 8D = 14D), two 1/std and the
-    H·T attention weights; before the head the normalised input and 1/std; the V logits, whose
-    gradient takes their place.  All float32.
+    For each token: its number (8 bytes), what the layers keep (`gpt_kept_bytes`) and the V logits,
+    whose gradient takes their place.
     """
-    each = blocks * (14 * width + heads * tokens + 2) + width + 1 + vocab
-    return 8 * tokens * (samples if inputs is None else inputs) + 4 * samples * tokens * each
+    kept = gpt_kept_bytes(samples, tokens, width, heads)
+    layers = blocks * (kept["attn"] + kept["mlp"]) + kept["head"]
+    return (
+        8 * tokens * (samples if inputs is None else inputs)
+        + layers
+        + (4 * samples * tokens * vocab)
+    )
+
+
+def gpt_kept_bytes(samples: int, tokens: int, width: int, heads: int) -> dict[str, int]:
+    """Activations that each kind of layer of the GPT keeps for its backward pass.
+
+    Parameters
+    ----------
+    samples, tokens, width, heads : int
+        See `gpt_activation_bytes`.
+
+    Returns
+    -------
+    dict
+        ``embed``, ``attn``, ``mlp`` and ``head`` to bytes.
+
+    Notes
+    -----
+    For each token in float32: in attention the normalised input, q, k and v, the attended values
+    (D + 3D + D), 1/std and the H·T attention weights; in the feed-forward layer the normalised
+    input, the value and the slope of GELU (D + 8D) and 1/std; before the head the normalised input
+    and 1/std. The embedding keeps the token numbers, which are the batch itself.
+    """
+    each = 4 * samples * tokens
+    return {
+        "embed": 0,
+        "attn": each * (5 * width + heads * tokens + 1),
+        "mlp": each * (9 * width + 1),
+        "head": each * (width + 1),
+    }
 
 
 def mlp_activation_bytes(samples: int, sizes: Sequence[int]) -> int:

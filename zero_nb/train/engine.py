@@ -365,8 +365,10 @@ class Engine:
                 rows = chunks[c].ranks
                 return layer.backward(_rows(params, rows), cache[c], dy[c], _rows(targets, rows))
 
+            used = gradients
             with self._span(layer.name, "backward"):
                 gradients = _each(run, len(chunks))
+            used.clear()  # the caller's list too: no gradient outlives its use
             del params, targets, cache, run
             for unit in self._units_of[i]:
                 buffers[unit.name].add_up()

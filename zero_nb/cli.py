@@ -38,7 +38,9 @@ PrecisionOption = Annotated[str, typer.Option(help=f"Precision recipe: {', '.joi
 def main():
     """Run the command line; a `UsageError` becomes one line on stderr and status 2."""
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # typer returns what it would have exited with
+        if isinstance(status, int) and status:
+            sys.exit(status)
     except UsageError as error:
         _fail(str(error))
     except launch.RunError as error:

@@ -337,6 +337,7 @@ def train_stage(
     where = {"world_size": world_size} if world is None else {"world": world}
     job = _job(task, batch, seed, schedule_steps or steps)
     first = 0
+    _check_held_out(task.dataset, world_size if world is None else world.size)
     if resume is not None:
         first, job["schedule_steps"] = _check_resume(resume, job, steps, precision, schedule_steps)
     engine = _make_engine(
@@ -366,6 +367,16 @@ def train_stage(
         if progress is not None:
             progress(reports[-1])
     return _stage_run(engine, precision, optimizer, reports, task.dataset), engine
+
+
+def _check_held_out(dataset, world_size):
+    """Refuse more ranks than there are samples to evaluate on, before anything is trained."""
+    samples = len(dataset.held_out()[0])
+    if samples < world_size:
+        raise UsageError(
+            f"{dataset.name} holds out {samples} of its samples, too few for {world_size} ranks to "
+            "share; use a longer file or fewer ranks"
+        )
 
 
 def _check_saving(save, save_every, layout, schedule_steps):

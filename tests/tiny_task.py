@@ -25,7 +25,7 @@ class Samples:
 
     def held_out(self):
         """Samples that no batch has."""
-        return self.batch(10**6, 5)
+        return self.batch(10**6, 16)
 
 
 def mlp_task(*sizes):

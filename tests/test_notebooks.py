@@ -17,7 +17,11 @@ import nbtools
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
-EXPECTED = ["00_see_the_saving_first.ipynb"]
+SOURCES = [
+    "00_see_the_saving_first.ipynb",
+    "01_where_the_bytes_go.ipynb",
+]
+EXPECTED = sorted(SOURCES + [f"learner/{name}" for name in SOURCES])
 
 FOUND = sorted(
     path.relative_to(NOTEBOOKS).as_posix()

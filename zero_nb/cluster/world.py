@@ -95,16 +95,17 @@ class CommClock:
         Time in which a message was under way.
     exposed_s : float
         Of that, the time nobody computed; the rest was hidden behind computing.
-    spans : list of (Transfer, float, float), or None
-        Begin and end of each message, ``time.perf_counter`` seconds, if a trace is wanted.
+    spans, waits : list of (Transfer, float, float) and of (float, float), or None
+        Begin and end of each message, and of each time somebody stood still for one, in
+        ``time.perf_counter`` seconds, if a trace is wanted.
     """
 
     def __init__(self):
-        self.spans = None
+        self.spans = self.waits = None
         self.reset()
 
     def reset(self):
-        """Start from zero; the spans are kept."""
+        """Start from zero; spans and waits are kept."""
         self.comm_s = self.exposed_s = 0.0
 
     def add(self, transfer, start, stop, *, waited):
@@ -114,7 +115,13 @@ class CommClock:
         if transfer.purpose in ("param", "grad"):
             self.comm_s += stop - start
             if waited:
-                self.exposed_s += stop - start
+                self.add_wait(start, stop)
+
+    def add_wait(self, start, stop):
+        """Book that somebody stood still."""
+        self.exposed_s += stop - start
+        if self.waits is not None:
+            self.waits.append((start, stop))
 
 
 class Pending:

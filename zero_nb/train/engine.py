@@ -225,12 +225,13 @@ class Engine:
         StepReport
         """
         start = time.perf_counter()
-        with one_blas_thread():
+        number = self.optimizer.steps_done + self.optimizer.skipped_steps + 1
+        with one_blas_thread(), self._span(f"{number}", "training step"):
             self.world.log.clear()
             self.world.clock.reset()
             self.ledger.begin_step()
             loss = self.forward_backward(inputs, targets)
-            with self._span("step", "step"):
+            with self._span("update", "update"):
                 result = self.optimizer.step()
         log = self.world.log
         return StepReport(
@@ -292,9 +293,11 @@ class Engine:
         count = self._terms(targets)
         with one_blas_thread(), self.world.purpose("other"):
             # A prefetcher of its own: looking is no part of the steps' order of units.
-            outputs, _ = self._forward(chunks, Prefetcher(self.optimizer), keep=False)
-            for unit in self.optimizer.units:  # tied ones would wait for a backward pass
-                self.optimizer.reshard(unit)
+            prefetcher = Prefetcher(self.optimizer)
+            try:
+                outputs, _ = self._forward(chunks, prefetcher, keep=False)
+            finally:
+                prefetcher.abandon()  # no backward pass will ask for what is still gathered
             loss, _ = self._loss(chunks, outputs, count, 1.0)
         return loss
 
@@ -336,9 +339,10 @@ class Engine:
 
     def _loss(self, chunks, outputs, global_count, loss_scale):
         """Return the mean loss over all ranks, and each chunk's gradient of its scaled outputs."""
-        results = _each(
-            lambda c: self.model.loss(outputs[c], chunks[c].targets, global_count), len(chunks)
-        )
+        with self._span("loss", "loss"):
+            results = _each(
+                lambda c: self.model.loss(outputs[c], chunks[c].targets, global_count), len(chunks)
+            )
         loss_R = np.concatenate([loss for loss, _ in results])
         loss_W = self.world.all_gather_scalars(loss_R[:, None], label="loss")[:, 0]
         gradients = [gradient for _, gradient in results]

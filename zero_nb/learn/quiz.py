@@ -125,10 +125,16 @@ def _questions(entry):
 
 def _filled(text, numbers, name):
     """A text with the numbers of one form in it."""
+    told = {key: _number(value) for key, value in numbers.items()}
     try:
-        return " ".join(str(text).format(**numbers).split())
+        return " ".join(str(text).format(**told).split())
     except KeyError as error:
         raise ValueError(f"question {name}: not every form has a number {error}") from error
+
+
+def _number(value):
+    """A number as one writes it: digits in groups where there are many."""
+    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else value
 
 
 @final
@@ -169,7 +175,10 @@ class Quiz:
                 f"<li><p>{html.escape(question.stem)}</p>"
                 f'<ul style="list-style: none; padding-left: 0.5em">{options}</ul></li>'
             )
-        return f"<p><strong>{html.escape(self.title)}</strong></p><ol>{''.join(items)}</ol>"
+        title, questions = html.escape(self.title), f"<ol>{''.join(items)}</ol>"
+        if self.feedback:
+            return f"<p><strong>{title}</strong></p>{questions}"
+        return f"<details><summary>{title}</summary>{questions}</details>"
 
     def _option(self, letter, option):
         """One option."""

@@ -275,7 +275,8 @@ class RankExercise(Exercise):
 
     def _explain(self, rows, got, expected):
         """Say what is wrong with one run; empty if nothing is."""
-        case = f"With {len(rows)} ranks and {_elements(rows)} elements"
+        ranks = "1 rank" if len(rows) == 1 else f"{len(rows)} ranks"
+        case = f"With {ranks} and {_elements(rows)} elements"
         if got.problem:
             return f"{case}: {got.problem}"
         for rank, (a, b) in enumerate(zip(got.results, expected.results, strict=True)):

@@ -20,6 +20,8 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 SOURCES = [
     "00_see_the_saving_first.ipynb",
     "01_where_the_bytes_go.ipynb",
+    "02_data_parallel_and_its_redundancy.ipynb",
+    "04_stage_1_shard_the_optimizer.ipynb",
 ]
 EXPECTED = sorted(SOURCES + [f"learner/{name}" for name in SOURCES])
 

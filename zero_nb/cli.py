@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from zero_nb.cli_learn import register as register_learn
 from zero_nb.cli_plan import register as register_plan
 from zero_nb.cluster import launch
 from zero_nb.config import PRECISIONS, UsageError, ZeROStage, check_world_size
@@ -28,6 +29,9 @@ app = typer.Typer(
 )
 
 register_plan(app)
+register_learn(app)
+
+START_PAGE = "index.ipynb"
 
 WorldSize = Annotated[int, typer.Option(help="Number of simulated ranks.")]
 Steps = Annotated[int, typer.Option(help="Training steps.")]
@@ -416,7 +420,8 @@ def lab():
     """Open JupyterLab at the notebooks."""
     if find_spec("jupyterlab") is None:
         raise UsageError("JupyterLab is not installed; run: pip install 'zero-nb[lab]'")
-    sys.exit(subprocess.call([sys.executable, "-m", "jupyterlab"], cwd=_notebook_folder()))
+    command = [sys.executable, "-m", "jupyterlab", START_PAGE]
+    sys.exit(subprocess.call(command, cwd=_notebook_folder()))
 
 
 def _notebook_folder():

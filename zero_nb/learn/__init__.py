@@ -7,11 +7,11 @@ exercises of notebook NN are in ``exercises_NN.py``.
 from zero_nb.learn.checking import check, hint, reset_score, score_card
 from zero_nb.learn.diff import show_diff
 from zero_nb.learn.exercise import FunctionExercise, RankExercise, ValueExercise, Wrong
-from zero_nb.learn.glossary import glossary, glossary_terms, term
 from zero_nb.learn.limits import NotYet, traced_peak
 from zero_nb.learn.predict import Mistake, Prediction, compare_guess, reveal
-from zero_nb.learn.quiz import pretest, quiz
+from zero_nb.learn.questions import pretest, quiz
 from zero_nb.learn.ranks import Receive, Send, run_ranks
+from zero_nb.learn.words import glossary, glossary_terms, term
 
 __all__ = [
     "FunctionExercise",

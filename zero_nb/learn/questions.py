@@ -16,7 +16,19 @@ from zero_nb.config import UsageError
 from zero_nb.learn.files import read_yaml
 from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, SESSION
 
-__all__ = ["FORMS", "Option", "Question", "Quiz", "bank", "entries", "gift", "pretest", "quiz"]
+__all__ = [
+    "FORMS",
+    "Option",
+    "Question",
+    "Quiz",
+    "bank",
+    "entries",
+    "gift",
+    "pretest",
+    "quiz",
+    "select",
+    "sheet",
+]
 
 FORMS = ("A", "B", "C")
 PRETEST = "test"
@@ -159,7 +171,7 @@ class Quiz:
         lines = [self.title]
         for number, question in enumerate(self.questions, 1):
             lines.append(f"{number}. {question.stem}")
-            for letter, option in zip("abcdefgh", question.options, strict=False):
+            for letter, option in _lettered(question):
                 lines.append(f"   {letter}) {option.text}")
         return "\n".join(lines)
 
@@ -168,8 +180,7 @@ class Quiz:
         items = []
         for question in self.questions:
             options = "".join(
-                f"<li>{self._option(letter, option)}</li>"
-                for letter, option in zip("abcdefgh", question.options, strict=False)
+                f"<li>{self._option(letter, option)}</li>" for letter, option in _lettered(question)
             )
             items.append(
                 f"<li><p>{html.escape(question.stem)}</p>"
@@ -206,24 +217,46 @@ def quiz(notebook, form="A"):
     -------
     Quiz
     """
-    found = _select(notebook, form)
+    found = select(notebook, form)
     return Quiz("Choose an option to open what it says.", found)
 
 
-def _select(notebook, form):
-    """The questions of a notebook in one form."""
-    if form not in FORMS:
+def select(notebook=None, form=None):
+    """Choose questions from the bank.
+
+    Parameters
+    ----------
+    notebook : str, optional
+        Such as ``"04"``, ``"A"`` or ``"test"``; all if not given.
+    form : str, optional
+        One of `FORMS`; all if not given.
+
+    Returns
+    -------
+    tuple of Question
+        At least one.
+
+    Raises
+    ------
+    UsageError
+        If there is no such form, or no question for the notebook.
+    """
+    if form is not None and form not in FORMS:
         raise UsageError(f"there is no form {form!r}; choose one of {', '.join(FORMS)}")
-    found = tuple(q for q in bank() if q.notebook == notebook and q.form == form)
+    found = tuple(
+        question
+        for question in bank()
+        if notebook in (None, question.notebook) and form in (None, question.form)
+    )
     if not found:
-        names = dict.fromkeys(q.notebook for q in bank())
+        names = sorted({question.notebook for question in bank()})
         raise UsageError(f"no questions for {notebook!r}; there are some for {', '.join(names)}")
     return found
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class TestResult:
+class TestOutcome:
     """How a test went: how many, and where to read on; not which option is right.
 
     Attributes
@@ -250,18 +283,18 @@ def pretest(form="A", answers=...):
 
     Returns
     -------
-    Quiz or TestResult
+    Quiz or TestOutcome
         The questions, or how many were right and which notebooks answer the others. Never raises
         for any `answers`.
     """
-    questions = _select(PRETEST, form)
+    questions = select(PRETEST, form)
     key = f"test-{form}"
     if answers is ... or answers is None:
         SESSION.note(key, NOT_ATTEMPTED)
         return Quiz(f"Test, form {form}: {len(questions)} questions.", questions, feedback=False)
     letters = "".join(answers.split()).lower() if isinstance(answers, str) else ""
     if len(letters) != len(questions) or set(letters) - set("abcdefgh"):
-        return TestResult(
+        return TestOutcome(
             f"Write {len(questions)} letters, one for each question, such as "
             f"{'abcd' * len(questions)!s:.{len(questions)}}."
         )
@@ -271,7 +304,42 @@ def pretest(form="A", answers=...):
     if wrong:
         places = ", ".join(sorted({q.source for q in wrong}))
         text += f" The notebooks that answer the others: {places}."
-    return TestResult(text)
+    return TestOutcome(text)
+
+
+def sheet(questions, *, key=False):
+    """Write questions for paper.
+
+    Parameters
+    ----------
+    questions : sequence of Question
+    key : bool
+        Add the letters of the right answers at the end, for the teacher.
+
+    Returns
+    -------
+    str
+        A part for each notebook and form.
+    """
+    lines, letters, part = [], [], None
+    for question in sorted(questions, key=lambda q: (q.notebook, q.form, q.name)):
+        if (question.notebook, question.form) != part:
+            part = (question.notebook, question.form)
+            where = "Test" if question.notebook == PRETEST else f"Notebook {question.notebook}"
+            lines += [f"{where}, form {question.form}", ""]
+            number = 0
+        number += 1
+        lines.append(f"{number}. {question.stem}")
+        lines += [f"   [ ] {letter}) {o.text}" for letter, o in _lettered(question)] + [""]
+        letters.append(f"{question.notebook} {question.form} {number}: {question.letter}")
+    if key:
+        lines += ["Right answers", "", *letters, ""]
+    return "\n".join(lines)
+
+
+def _lettered(question):
+    """The options of a question with their letters."""
+    return zip("abcdefgh", question.options, strict=False)
 
 
 def gift(questions=None):

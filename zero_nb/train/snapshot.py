@@ -436,11 +436,10 @@ class Incoming:
         flat[low - base : high - base] = _convert(part, fmt, unit, kind)
         self._missing[unit.name, kind] -= high - low
 
-    def check_complete(self):
-        """Refuse a state with holes."""
-        for (unit, kind), count in self._missing.items():
-            if count:
-                raise UsageError(f"{count} elements of {kind} are missing in unit {unit!r}")
+    @property
+    def complete(self):
+        """Whether every element that the hosted ranks own has come, once (bool)."""
+        return not any(self._missing.values())
 
     def commit(self):
         """Make it the optimizer's state, on all ranks; gradients held are dropped."""
@@ -551,7 +550,7 @@ def _take(optimizer, state):
                 fmt = get_format(saved["dtype"]) if kind == WEIGHT else FLOAT32
                 values = _check_tensor(kind, name, source.get(name), saved["shape"], fmt)
                 incoming.put(kind, name, 0, values, fmt)
-    incoming.check_complete()
+    assert incoming.complete
     return incoming
 
 

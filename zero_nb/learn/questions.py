@@ -15,6 +15,7 @@ from typing import final
 from zero_nb.config import UsageError
 from zero_nb.learn.files import read_yaml
 from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, SESSION
+from zero_nb.learn.words import with_tooltips
 
 __all__ = [
     "FORMS",
@@ -183,7 +184,7 @@ class Quiz:
                 f"<li>{self._option(letter, option)}</li>" for letter, option in _lettered(question)
             )
             items.append(
-                f"<li><p>{html.escape(question.stem)}</p>"
+                f"<li><p>{with_tooltips(question.stem)}</p>"
                 f'<ul style="list-style: none; padding-left: 0.5em">{options}</ul></li>'
             )
         title, questions = html.escape(self.title), f"<ol>{''.join(items)}</ol>"

@@ -1,6 +1,7 @@
 """The words of the course, each with one meaning: from ``glossary.yaml``."""
 
 import html
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import final
@@ -8,7 +9,7 @@ from typing import final
 from zero_nb.config import UsageError
 from zero_nb.learn.files import read_yaml
 
-__all__ = ["Glossary", "Term", "glossary", "glossary_terms", "term"]
+__all__ = ["Glossary", "Term", "glossary", "glossary_terms", "term", "with_tooltips"]
 
 
 @final
@@ -133,3 +134,32 @@ def glossary(*names):
     Glossary
     """
     return Glossary(tuple(map(term, names)) if names else tuple(glossary_terms().values()))
+
+
+def with_tooltips(text):
+    """Give the first use of each word of the glossary its meaning as a tooltip.
+
+    Parameters
+    ----------
+    text : str
+        Plain text.
+
+    Returns
+    -------
+    str
+        HTML. Words are found whole, in the singular or with an s; longer ones win.
+    """
+    known = {name.lower(): entry for name, entry in glossary_terms().items()}
+    names = sorted(known, key=len, reverse=True)
+    seen = set()
+
+    def marked(hit):
+        word = hit.group()
+        name = word.lower() if word.lower() in known else word.lower().removesuffix("s")
+        if name in seen:
+            return word
+        seen.add(name)
+        return f'<dfn title="{html.escape(known[name].text)}">{word}</dfn>'
+
+    pattern = "|".join(re.escape(html.escape(name)) for name in names)
+    return re.sub(rf"(?<![\w-])(?:{pattern})s?(?![\w-])", marked, html.escape(text), flags=re.I)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,46 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from naive_training import in_threads
 from own_model import bits_of_padding, fill_padding
-from tiny import STAGES, UNITS, own_grads, own_params
+from tiny import STAGES, UNITS, mlp, mlp_batches, own_grads, own_params
 from zero_nb.config import UsageError
 from zero_nb.core.precision import BFLOAT16, FLOAT16, FLOAT32
+from zero_nb.train.engine import Engine
 from zero_nb.train.optimizer import ZeROOptimizer
+from zero_nb.train.prefetch import agree_on_trace
 
 F32 = np.float32
 by_stage = pytest.mark.parametrize("stage", STAGES)
 FORMATS = {"fp32": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("ABB", r"call 2 is nothing on rank 0 and B on rank 1 \(lengths 2 and 3\)"),
+        ("A", r"call 1 is B on rank 0 and nothing on rank 1 \(lengths 2 and 1\)"),
+        ("", r"call 0 is A on rank 0 and nothing on rank 1 \(lengths 2 and 0\)"),
+        ("BA", r"call 0 is A on rank 0 and B on rank 1 \(lengths 2 and 2\)"),
+    ],
+)
+def test_I2_ranks_that_call_units_a_different_number_of_times_are_told_and_do_not_wait(
+    other, words
+):
+    """Rank 0 calls A, B and rank 1 A, B, B: each in its own thread, where a wait would be one."""
+    refused = []
+
+    def work(world):
+        try:
+            agree_on_trace(world, list(("AB", other)[world.ranks[0]]), ["A", "B"])
+        except UsageError as error:
+            refused.append(str(error))
+
+    in_threads(2, 1, work)
+    assert len(refused) == 2, "all ranks are told"
+    assert all(re.search(words, said) for said in refused)
+    in_threads(3, 1, lambda world: agree_on_trace(world, ["A", "B", "A"], ["A", "B"]))
+
 
 # Names go in as sets wherever a set is allowed; what comes out must not depend on its order.
 WITH_SETS = """
@@ -87,6 +119,23 @@ def test_I6_a_root_that_stays_gathered_is_told_apart(keep_root, unsharded):
     different = 525 + unsharded - unsharded // 8
     assert different == (1400 if keep_root else 525)
     assert opt.ledger.largest_bytes["unsharded"] == 4 * (1800 if keep_root else 1000)
+
+
+def test_I6_the_engine_drops_the_root_unless_asked_to_keep_it():
+    """The default is a choice: what stays between the passes is told by the ledger."""
+    model, stays = mlp(6, 10, 10, 5), {}
+    batch = mlp_batches(model, 1, size=8)[0]
+    units = [unit for unit, _ in model.blocks]
+    for name, reshard in (("all dropped", True), ("root kept", units[:-1]), ("all kept", False)):
+        engine = Engine(model, stage=3, world_size=4, reshard_after_forward=reshard)
+        report = engine.train_step(*batch)
+        forward = [event for event in engine.ledger.events if event.phase == "forward"]
+        assert report.held_bytes["param"] == sum(
+            u.param.nbytes // 4 for u in engine.optimizer.units
+        )
+        stays[name] = forward[-1].total_bytes["unsharded"]
+    sizes = [4 * unit.layout.padded_numel for unit in engine.optimizer.units]
+    assert stays == {"all dropped": 0, "root kept": sizes[-1], "all kept": sum(sizes)}
 
 
 @by_stage

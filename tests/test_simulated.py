@@ -1,10 +1,15 @@
 """Collectives of the simulated world against the slow twins, and who owns which bytes."""
 
+import time
+import weakref
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
 import naive_training as naive
-from zero_nb.cluster.simulated import SimulatedWorld
+from zero_nb.cluster.simulated import EmulatedLink, SimulatedWorld
+from zero_nb.config import UsageError
 from zero_nb.core.kernels import PARALLEL_FROM
 from zero_nb.core.precision import BFLOAT16, FLOAT16, FLOAT32
 
@@ -167,3 +172,134 @@ def test_numbers_of_each_rank_are_known_to_all_and_are_copies(world_size, dtype)
     same(got, values)
     got[0, 0] = -1
     assert values[0, 0] == 0
+
+
+# --- messages that go on while the caller computes -----------------------------------------------
+
+
+def test_a_deferred_result_is_allocated_and_logged_at_once_and_filled_when_waited_for():
+    world = SimulatedWorld(2)
+    x = np.float32([[1, 2], [3, 4]])
+    with world.deferred() as pending:
+        total = world.reduce_scatter(x, label="late")
+        shape = total.shape
+    assert (shape, [t.label for t in world.log.transfers]) == ((2, 1), ["late"])
+    x += 10  # too early: without a link, too, it is read as late as allowed
+    pending.wait()
+    assert total.tolist() == [[24.0], [26.0]]
+    pending.wait()  # once more is no harm
+    assert total.tolist() == [[24.0], [26.0]]
+
+
+def test_arguments_of_a_deferred_message_are_checked_at_once():
+    world = SimulatedWorld(2)
+    with pytest.raises(UsageError, match="not a multiple"), world.deferred():
+        world.reduce_scatter(np.zeros((2, 3), np.float32))
+    with world.deferred() as pending:
+        pass
+    pending.wait()
+    assert len(world.log) == 0
+
+
+def test_scalars_are_not_deferred():
+    world = SimulatedWorld(2, link=EmulatedLink(1.0))
+    with world.deferred():
+        assert world.all_gather_scalars(np.array([[1], [2]])).tolist() == [[1], [2]]
+
+
+def test_an_emulated_link_takes_latency_and_bytes_over_bandwidth():
+    link = EmulatedLink(1e6, 0.01)
+    world = SimulatedWorld(4, link=link)
+    world.all_gather(np.zeros((4, 1000), np.float32))
+    (transfer,) = world.log.transfers
+    assert link.seconds(transfer) == 0.01 + 12_000 / 1e6
+    assert world.clock.comm_s >= 0.022
+    assert world.clock.exposed_s >= world.clock.comm_s  # nobody computed meanwhile
+    before = world.clock.comm_s
+    world.broadcast(np.zeros((4, 10**6), np.float32))  # purpose "other" is not held up
+    assert world.clock.comm_s == before
+
+
+def test_on_a_link_messages_follow_one_another_while_the_caller_goes_on():
+    world = SimulatedWorld(2, link=EmulatedLink(1e9, 0.05))
+    world.clock.spans, world.clock.waits = [], []
+    shards = [np.full((2, 3), i, np.float32) for i in range(3)]
+    pendings, results = [], []
+    for i, shard in enumerate(shards):
+        with world.deferred() as pending:
+            results.append(world.all_gather(shard, label=f"message {i}"))
+        pendings.append(pending)
+    time.sleep(0.1)  # what the caller computes
+    for pending in pendings:
+        pending.wait()
+    assert [result[0, 0] for result in results] == [0, 1, 2]
+    spans = world.clock.spans
+    assert [t.label for t, _, _ in spans] == ["message 0", "message 1", "message 2"]
+    for (_, _, stop), (_, begin, _) in zip(spans, spans[1:], strict=False):
+        assert stop <= begin
+    assert world.clock.comm_s >= 0.15
+    # Two messages were under way meanwhile; less of them if the thread started late.
+    assert world.clock.exposed_s <= world.clock.comm_s - 0.03
+    assert len(world.clock.waits) == 3
+
+
+def test_C14_a_buffer_filled_again_too_early_shows_in_the_result():
+    world = SimulatedWorld(2, link=EmulatedLink(1e9, 0.05))
+    buffer = np.ones((2, 2), np.float32)
+    with world.deferred() as pending:
+        total = world.reduce_scatter(buffer)
+    buffer[...] = 5
+    pending.wait()
+    assert total.tolist() == [[10.0], [10.0]]
+
+
+class Keeping:
+    """A thread that does a job at once and never lets go of what it was given."""
+
+    def __init__(self):
+        self.given = []
+
+    def submit(self, function, *args):
+        self.given.append((function, args))
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def test_a_message_that_has_arrived_keeps_no_array_alive():
+    """Threads do for a moment; memory would then depend on timing."""
+    world = SimulatedWorld(2, link=EmulatedLink(1e9))
+    world._thread = Keeping()
+    shards = np.ones((2, 4), np.float32)
+    with world.deferred() as pending:
+        gathered = world.all_gather(shards)
+    pending.wait()
+    alive = [weakref.ref(array) for array in (gathered, shards)]
+    assert world._thread.given
+    del gathered, shards
+    assert [reference() for reference in alive] == [None, None]
+
+
+def test_an_error_on_the_way_reaches_who_waits(monkeypatch):
+    world = SimulatedWorld(2, link=EmulatedLink(1e9))
+    monkeypatch.setattr(world, "_all_gather", lambda *_: 1 / 0)
+    with world.deferred() as pending:
+        world.all_gather(np.ones((2, 4), np.float32))
+    with pytest.raises(ZeroDivisionError):
+        pending.wait()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((0,), "bytes_per_s must be a finite number above 0"),
+        ((float("inf"),), "bytes_per_s must be a finite number above 0"),
+        ((1.0, -1.0), "latency_s must be a finite number of at least 0"),
+        ((1.0, float("nan")), "latency_s must be a finite number of at least 0"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        EmulatedLink(*given)
+    with pytest.raises(UsageError, match="link must be an EmulatedLink, got float"):
+        SimulatedWorld(2, link=1e9)

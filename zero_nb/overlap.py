@@ -6,8 +6,9 @@ are and how long its layers take, and nothing of when they are gathered or what 
 
 from zero_nb.theory.own_engine import gpt_kept_bytes
 from zero_nb.theory.schedule import LayerWork, StepWork, UnitSize
+from zero_nb.train.trace import COMM_LANE, COMPUTE_LANE, chrome_trace
 
-__all__ = ["step_work"]
+__all__ = ["chrome_of", "step_work"]
 
 
 def step_work(engine, samples, tokens=None, *, seconds=None):
@@ -68,3 +69,32 @@ def _activations(config, samples, tokens):
         kept |= {f"layers.{i}.attn": each["attn"], f"layers.{i}.mlp": each["mlp"]}
     places = samples * tokens
     return kept, {"input_bytes": 8 * places, "output_bytes": 4 * places * config.vocab_size}
+
+
+def chrome_of(line, rank=0):
+    """Return a timeline as a Chrome trace, as real runs write it.
+
+    Parameters
+    ----------
+    line : Timeline
+    rank : int
+        Which rank it is said to be of.
+
+    Returns
+    -------
+    dict
+        See `zero_nb.train.trace.chrome_trace`.
+    """
+    spans = []
+    for span in line.spans:
+        if span.lane == "communication":
+            args = {"bytes_sent": span.bytes_sent}
+            spans.append((span.name, span.phase, COMM_LANE, span.start_s, span.stop_s, args))
+        elif span.lane == "wait":
+            spans.append(("wait", "wait", COMPUTE_LANE, span.start_s, span.stop_s, {}))
+        else:
+            whole = span.phase in ("forward", "backward") and span.name != "loss"
+            name = f"{span.phase} {span.name}" if whole else span.name
+            category = span.phase if whole else span.name.split()[0]
+            spans.append((name, category, COMPUTE_LANE, span.start_s, span.stop_s, {}))
+    return chrome_trace(spans, {rank: line.memory})

@@ -59,7 +59,7 @@ test-long: $(READY)
 	$(PY) -m pytest -q -m "not browser" --hypothesis-profile=nightly tests
 
 test-browser: $(READY)
-	$(PY) -m pytest -q -m browser tests/browser
+	$(PY) -m pytest -q -m browser -n $(WORKERS) tests/browser
 
 check: $(READY)
 	$(BIN)/ruff check .

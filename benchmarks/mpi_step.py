@@ -29,6 +29,7 @@ BATCH, LAYERS, WARMUP, STEPS = 32, 8, 3, 10
 WIDTHS = {"1 M": 354, "10 M": 1118}
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 STAGES = (0, 3)
+FIRST = "ZERO_NB_BENCH_FIRST"
 
 
 def batch(step, width):
@@ -42,10 +43,18 @@ def timed(step_of):
     """Run the warm-up and the measured steps; return their losses and the median seconds."""
     losses, seconds = [], []
     for step in range(WARMUP + STEPS):
+        if step == 1 and os.environ.get(FIRST):
+            ahead_of_others()
         start = time.perf_counter()
         losses.append(float(step_of(step)))
         seconds.append(time.perf_counter() - start)
     return {"losses": losses, "step_s": statistics.median(seconds[WARMUP:])}
+
+
+def ahead_of_others():
+    """Let every thread of this process go before the rest of the machine."""
+    for thread in os.listdir("/proc/self/task"):
+        os.setpriority(os.PRIO_PROCESS, int(thread), -20)
 
 
 # --- our rank ------------------------------------------------------------------------------
@@ -122,8 +131,9 @@ def theirs(width, stage, weights):
 
     result = timed(step_of)
     if rank == 0:
-        print(json.dumps(result))
-    dist.destroy_process_group()
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    os._exit(0)  # taking the group down was seen to hang for minutes in one rank
 
 
 def torch_model(torch, width, weights):
@@ -228,6 +238,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=29511, help="first port for torch")
     parser.add_argument("--json", help="file to write the rows to")
+    parser.add_argument(
+        "--first",
+        action="store_true",
+        help="Linux, root: measured steps of both sides go before everybody else's work (nice -20)",
+    )
     parser.add_argument("--width", type=int)
     parser.add_argument("--stage", type=int)
     parser.add_argument("--weights")
@@ -237,6 +252,7 @@ def main():
     elif args.part == "torch":
         theirs(args.width, args.stage, args.weights)
     else:
+        os.environ |= {FIRST: "1"} if args.first else {}
         compare(args)
 
 

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tiny_task import gpt_task, mlp_task
@@ -21,7 +22,7 @@ from zero_nb.config import UsageError
 from zero_nb.show import gallery
 from zero_nb.train.scaling import LossScaleError
 
-COMMANDS = ("compare", "train", "figures", "run", "lab", "plan", "tables")
+COMMANDS = tuple(typer.main.get_command(cli.app).commands)
 
 STAGE_KEYS = {
     "stage": int, "losses": list, "held_out_loss": float, "weights_sha256": str,
@@ -225,6 +226,7 @@ def test_help_shows_an_example_that_can_be_typed(command):
 
 
 def test_help_lists_every_command():
+    assert {"compare", "train", "figures", "run", "lab", "plan", "tables"} <= set(COMMANDS)
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
     for command in COMMANDS:

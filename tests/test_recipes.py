@@ -378,6 +378,30 @@ def test_a_loss_scale_saves_gradients_that_float16_cannot_hold(stage):
     assert moved[2.0**16] > 0.0
 
 
+@by_stage
+def test_the_loss_scale_is_taken_out_of_gradients_and_norms_again(stage):
+    """Plain SGD shows it: a scale left in would move weights by 2^4 or 2^12 times too much.
+
+    float16 rounds a gradient to 11 bits whatever its power of two, unless it is below 6e-5, where
+    the smaller scale loses some: 2^-11 of a gradient of at most 1, times lr, in two steps.
+    """
+    batches = gpt_batches(2, size=6)
+    plain = Engine(gpt(), stage=stage, world_size=3, rule=SGD(lr=0.1), max_grad_norm=1e9)
+    norms = [plain.train_step(*batch).result.grad_norm for batch in batches]
+    for scale in (2.0**4, 2.0**12):
+        engine = Engine(
+            gpt(), stage=stage, world_size=3, precision="fp16", rule=SGD(lr=0.1),
+            loss_scale=DynamicLossScale(scale), max_grad_norm=1e9,
+        )  # fmt: skip
+        results = [engine.train_step(*batch).result for batch in batches]
+        assert all(result.grad_scale == 1 / scale for result in results)
+        np.testing.assert_allclose([r.grad_norm for r in results], norms, rtol=1e-3)
+        wanted = plain.optimizer.weights()
+        for name, array in engine.optimizer.weights().items():
+            np.testing.assert_allclose(array, wanted[name], rtol=0, atol=2 * 0.1 * 2**-11)
+    assert max(np.abs(wanted[n] - a).max() for n, a in gpt().init(0).items()) > 1e-2
+
+
 def test_fp16_without_a_scale_of_ones_own_gets_a_dynamic_one_and_other_recipes_none():
     for precision in PRECISIONS:
         scaler = Engine(mlp(), precision=precision).optimizer.scaler

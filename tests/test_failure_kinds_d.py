@@ -193,3 +193,14 @@ def test_D1_D2_every_stage_has_the_same_bits_for_any_norm(norm_type, world_size)
             norms.add(opt.step().grad_norm)
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(float(want), rel=1e-7)
+
+
+@by_stage
+def test_D1_the_number_of_ranks_does_not_change_a_bit_of_the_norm(stage):
+    """2048 elements: padded for three ranks they would need a coarser grid of their squares."""
+    gradient, norms = np.random.default_rng(8).normal(size=2048).astype(F32), set()
+    for world_size in (1, 2, 3, 5, 8):
+        opt = optimizer(stage, world_size, shape=(2048,))
+        opt.backward({"w": [gradient] + [None] * (world_size - 1)})
+        norms.add(opt.step().grad_norm)
+    assert len(norms) == 1

@@ -21,7 +21,9 @@ SOURCES = [
     "00_see_the_saving_first.ipynb",
     "01_where_the_bytes_go.ipynb",
     "02_data_parallel_and_its_redundancy.ipynb",
+    "03_collectives_you_can_count.ipynb",
     "04_stage_1_shard_the_optimizer.ipynb",
+    "05_stage_2_shard_the_gradients.ipynb",
 ]
 EXPECTED = sorted(SOURCES + [f"learner/{name}" for name in SOURCES])
 

@@ -438,7 +438,7 @@ def busiest_rank(world_sizes, star, ring):
                 ax.plot(world_sizes, values[:, column], marker="o", markersize=4, **look.line)
                 if column == 0:
                     label_line(ax, world_sizes[-1], values[-1, 0], name, look.color, dy=6)
-            ax.set_xticks(world_sizes)
+            ax.set_xticks(_apart(world_sizes))
             ax.set_ylim(0, None)
             ax.set_xlabel("world size W")
             ax.set_title(f"sent by the {title}" if column == 0 else f"sent by {title}")
@@ -461,6 +461,15 @@ def busiest_rank(world_sizes, star, ring):
                 "all, ring": ring[:, 1],
             },
         )
+
+
+def _apart(places):
+    """Those of some rising places that have room for a number beside each other."""
+    kept = list(places[:1])
+    for place in places[1:]:
+        if place - kept[-1] >= 0.05 * (places[-1] - places[0]):
+            kept.append(place)
+    return kept
 
 
 def traffic_limits(world_sizes, sent, numel):

@@ -154,6 +154,15 @@ for _stage in (1, 3):
     CASES[f"stage {_stage} padding only"] = training(
         _stage, "bf16", model=tiny.mlp, batches=padding_only_batches, units="sublayer"
     )
+CASES["stage 3 with prefetch"] = training(
+    3,
+    "bf16",
+    prefetch_bucket_size=9000,
+    param_persistence_threshold=400,
+    reduce_bucket_size=1000,
+    overlap_comm=True,
+    micro_batches=2,
+)
 CASES["checkpoint of stage 2"] = checkpoints(2, "sharded")
 CASES["checkpoint of stage 3"] = checkpoints(3, "consolidated")
 

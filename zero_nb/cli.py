@@ -181,6 +181,36 @@ def train(
     reduce_bucket_size: Annotated[
         int | None, typer.Option(help="Elements reduced together; by default each unit alone.")
     ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Reduce gradients while the next are computed.")
+    ] = False,
+    prefetch_bucket_size: Annotated[
+        int, typer.Option(help="Stage 3: elements gathered ahead; 1 is one unit.")
+    ] = 0,
+    param_persistence_threshold: Annotated[
+        int, typer.Option(help="Stage 3: units of at most so many parameters stay gathered.")
+    ] = 0,
+    max_live_parameters: Annotated[
+        int | None, typer.Option(help="Stage 3: elements that may be gathered at a time.")
+    ] = None,
+    max_reuse_distance: Annotated[
+        int, typer.Option(help="Stage 3: keep a unit if its next use is so few elements away.")
+    ] = 0,
+    reshard_after_forward: Annotated[
+        bool, typer.Option(help="Stage 3: drop units between the forward and backward pass.")
+    ] = True,
+    link_bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Emulated link: bytes a second that a rank sends; holds messages up."),
+    ] = None,
+    link_latency: Annotated[
+        float, typer.Option(help="Emulated link: seconds a message takes to start.")
+    ] = 0.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="File for what happened when (Chrome trace JSON, open in Perfetto)."),
+    ] = None,
+    trace_steps: Annotated[int, typer.Option(help="With --trace: steps to record.")] = 3,
     save: Annotated[
         Path | None, typer.Option(help="Directory for a checkpoint after the last step.")
     ] = None,
@@ -228,36 +258,88 @@ def train(
         "micro_batches": micro_batches,
         "reduce_dtype": reduce_dtype,
         "reduce_bucket_size": reduce_bucket_size,
+        "overlap_comm": overlap,
+        "prefetch_bucket_size": prefetch_bucket_size,
+        "param_persistence_threshold": param_persistence_threshold,
+        "max_live_parameters": max_live_parameters,
+        "max_reuse_distance": max_reuse_distance,
+        "reshard_after_forward": reshard_after_forward,
     }
+    link = _link(engine, link_bandwidth, link_latency)
+    told = overlap or prefetch_bucket_size > 0 or link is not None or trace is not None
     saving = {
+        "trace": trace,
+        "trace_steps": trace_steps,
         "save": save,
         "save_every": save_every,
         "layout": layout,
         "resume": resume,
         "schedule_steps": schedule_steps,
     }
-    with _world(engine, world_size, local_ranks, deadline) as world:
-        run, samples, processes = _train(
-            world, chosen, data, steps, settings, saving, measured=engine == "mpi"
+    with _world(engine, world_size, local_ranks, deadline, link) as world:
+        run, samples, processes, predicted = _train(
+            world, chosen, data, steps, settings, saving, measured=engine == "mpi", told=told
         )
         saved = None if save is None else _saved(save)
         if as_json:
             more = {"processes": processes} if processes else {}
             more |= {"checkpoint": saved} if saved else {}
+            more |= {"overlap": run.overlap_to_json() | predicted} if told else {}
             _print_json(run.to_json() | {"samples": samples} | more)
         else:
             _print_run(run, samples, processes)
+            if told:
+                print(f"\n{_overlap_text(run, link, engine, predicted)}")
+            if trace is not None:
+                print(f"trace {trace}: open it at ui.perfetto.dev")
             if saved:
                 print(f"saved {saved['path']} ({saved['layout']}, {saved['bytes']:,} bytes)")
 
 
+def _link(engine, bytes_per_s, latency_s):
+    """Return the emulated link, if one was asked for."""
+    if bytes_per_s is None:
+        if latency_s:
+            raise UsageError("--link-latency needs --link-bandwidth, in bytes a second")
+        return None
+    if engine == "mpi":
+        raise UsageError("--link-bandwidth emulates a link between simulated ranks; leave it out")
+    from zero_nb.cluster.simulated import EmulatedLink
+
+    return EmulatedLink(bytes_per_s, latency_s)
+
+
+def _overlap_text(run, link, engine, predicted):
+    """Say how much communication was hidden behind computing, and what the schedule predicts."""
+    took = f"messages took {run.comm_seconds * 1e3:.2f} ms of a step ({run.step_seconds * 1e3:.2f})"
+    if engine == "mpi":
+        lines = [f"{took}; over MPI each is waited for where it is issued"]
+    elif link is None:
+        lines = [f"{took}; without a link there is nothing to hide: they are copies in memory"]
+    else:
+        hidden = 1 - run.exposed_seconds / run.comm_seconds if run.comm_seconds else 0.0
+        lines = [
+            f"on an emulated link of {link.bytes_per_s:,.0f} bytes/s and {link.latency_s:g} s "
+            f"{took}; {max(hidden, 0.0):.0%} of that was hidden behind computing"
+        ]
+    served = ", ".join(f"{count} {name}" for name, count in run.fetches.items() if count)
+    lines += [f"units fetched in the last step: {served}"] if served else []
+    if predicted:
+        lines.append(
+            f"a step as scheduled: peak {predicted['predicted_peak_bytes']:,} bytes, "
+            f"{predicted['predicted_elements']:,} elements sent (measured {run.peak_bytes:,} and "
+            f"{run.elements_sent:,})"
+        )
+    return "\n".join(lines)
+
+
 @contextmanager
-def _world(engine, world_size, local_ranks, deadline):
+def _world(engine, world_size, local_ranks, deadline, link):
     """Yield the world to train in."""
     if engine == "simulated":
         from zero_nb.cluster.simulated import SimulatedWorld
 
-        yield SimulatedWorld(4 if world_size is None else world_size)
+        yield SimulatedWorld(4 if world_size is None else world_size, link=link)
     else:
         launch.share_cores()
         from zero_nb.cluster.joined import joined
@@ -274,8 +356,10 @@ def _saved(directory):
     return {"path": str(info.path), "layout": info.layout, "bytes": info.nbytes}
 
 
-def _train(world, stage, data, steps, settings, saving, *, measured):
-    """Train; return the run, samples, and if `measured` what each process sent and held."""
+def _train(world, stage, data, steps, settings, saving, *, measured, told):
+    """Train; return the run, samples, if `measured` what each process sent and held, and if `told`
+    what the schedule says of a step.
+    """
     from zero_nb.compare import digits_task, text_task, train_stage
 
     task = digits_task() if data == "digits" else text_task(data)
@@ -292,7 +376,20 @@ def _train(world, stage, data, steps, settings, saving, *, measured):
             stage, steps=steps, task=task, world=world, progress=progress, **settings, **saving
         )
     processes = [] if trace is None else world.process_figures(trace.stop())
-    return run, _samples(trained, task), processes
+    first_only = {"recording": True} if run.steps == 1 else {}
+    predicted = _predicted(trained, task, settings | first_only) if told else {}
+    return run, _samples(trained, task), processes, predicted
+
+
+def _predicted(engine, task, settings):
+    """Return what the schedule says of a step; nothing for what it does not know."""
+    from zero_nb.overlap import predicted_step
+
+    settings = dict(settings)
+    if settings.pop("reduce_dtype") is not None:
+        return {}
+    step = predicted_step(engine, task.training.batch, **settings)
+    return {"predicted_peak_bytes": step.peak_bytes, "predicted_elements": step.elements_sent()}
 
 
 def _ready(world, stage, settings):

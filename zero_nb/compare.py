@@ -5,7 +5,7 @@ log. The formulas are given the numels of the flat_params and nothing else.
 """
 
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from zero_nb.train.ledger import HELD_KINDS
 from zero_nb.train.model import GPT, GPTConfig, TrainingPreset
 from zero_nb.train.optim import get_rule, warmup_cosine
 from zero_nb.train.presets import PRESETS
+from zero_nb.train.trace import Tracer, check_trace_path
 
 __all__ = [
     "Comparison",
@@ -114,8 +115,12 @@ class StageRun:
         Largest of each kind within the last step.
     elements_sent, formula_elements : int
         Parameters and gradients, per step.
-    step_seconds : float
-        Median.
+    step_seconds, comm_seconds, exposed_seconds : float
+        Medians: of a step, of the time messages were under way in it, and of the part of that in
+        which nothing was computed.
+    fetches : dict
+        How stage 3 was served with units in the last step: gathered ahead (hits), at need
+        (misses), still there (kept), ahead but in vain (wasted).
     recognition : Recognition or None
         How many drawn digits were recognised, if any were drawn.
     """
@@ -136,6 +141,9 @@ class StageRun:
     elements_sent: int
     formula_elements: int
     step_seconds: float
+    comm_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    fetches: dict = field(default_factory=dict)
     recognition: object = field(default=None, compare=False)
 
     @property
@@ -157,6 +165,14 @@ class StageRun:
             "elements_sent": self.elements_sent,
             "formula_elements": self.formula_elements,
             "step_seconds": self.step_seconds,
+        }
+
+    def overlap_to_json(self):
+        """Return how communication and computing went side by side, as JSON can hold it."""
+        return {
+            "comm_seconds": self.comm_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "fetches": self.fetches,
         }
 
 
@@ -268,7 +284,10 @@ def train_stage(
     save_every=None,
     layout="sharded",
     resume=None,
+    trace=None,
+    trace_steps=3,
     progress=None,
+    **gathering,
 ):
     """Train at one stage and measure it.
 
@@ -309,8 +328,16 @@ def train_stage(
     resume : path-like, optional
         Go on from a checkpoint that `save` made, at any stage and number of ranks. At the same
         number the weights are those of a run that was never interrupted, to the bit.
+    trace : path-like, optional
+        File to write what happened when to, as Chrome trace JSON; one for each process if there
+        are several, see `zero_nb.train.trace`.
+    trace_steps : int
+        Steps to record, from the first one on. Stage 3 learns the order of units in the first.
     progress : callable, optional
         Called with a `StepReport` after each step.
+    **gathering
+        prefetch_bucket_size, max_live_parameters, max_reuse_distance, reshard_after_forward,
+        param_persistence_threshold and overlap_comm, as for `zero_nb.train.engine.Engine`.
 
     Returns
     -------
@@ -332,6 +359,9 @@ def train_stage(
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
     _check_saving(save, save_every, layout, schedule_steps)
+    if trace is not None:
+        check_at_least_one("trace_steps", trace_steps, "step")
+        check_trace_path(trace)
     task = digits_task() if task is None else task
     batch = task.training.batch if batch is None else batch
     where = {"world_size": world_size} if world is None else {"world": world}
@@ -351,16 +381,21 @@ def train_stage(
         micro_batches=micro_batches,
         reduce_dtype=reduce_dtype,
         reduce_bucket_size=reduce_bucket_size,
+        **gathering,
         **where,
     )
     if save is not None:
         checkpoint.prepare(engine.world, save)
     if resume is not None:
         checkpoint.load(engine.optimizer, resume)
-    reports = []
+    reports, tracer = [], None if trace is None else Tracer(engine)
     for step in range(first, steps):
         reports.append(engine.train_step(*task.dataset.batch(step, batch, seed)))
         done = step + 1
+        if tracer is not None and (done == steps or len(reports) == trace_steps):
+            tracer.stop()
+            tracer.write(trace)
+            tracer = None
         if save is not None and (done == steps or (save_every and done % save_every == 0)):
             extra = job | {"next_step": done}
             checkpoint.save(engine.optimizer, save, layout=layout, extra=extra)
@@ -486,6 +521,9 @@ def _stage_run(engine, precision, optimizer, reports, dataset):
             gathers=[1 if unit.aliases else 2 for unit in engine.optimizer.units],
         ),
         step_seconds=statistics.median(report.seconds for report in reports),
+        comm_seconds=statistics.median(report.comm_s for report in reports),
+        exposed_seconds=statistics.median(report.exposed_s for report in reports),
+        fetches=asdict(last.fetches),
     )
 
 

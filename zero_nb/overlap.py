@@ -5,10 +5,10 @@ are and how long its layers take, and nothing of when they are gathered or what 
 """
 
 from zero_nb.theory.own_engine import gpt_kept_bytes
-from zero_nb.theory.schedule import LayerWork, StepWork, UnitSize
+from zero_nb.theory.schedule import LayerWork, StepOptions, StepWork, UnitSize, schedule
 from zero_nb.train.trace import COMM_LANE, COMPUTE_LANE, chrome_trace
 
-__all__ = ["chrome_of", "step_work"]
+__all__ = ["chrome_of", "predicted_step", "step_work"]
 
 
 def step_work(engine, samples, tokens=None, *, seconds=None):
@@ -69,6 +69,29 @@ def _activations(config, samples, tokens):
         kept |= {f"layers.{i}.attn": each["attn"], f"layers.{i}.mlp": each["mlp"]}
     places = samples * tokens
     return kept, {"input_bytes": 8 * places, "output_bytes": 4 * places * config.vocab_size}
+
+
+def predicted_step(engine, batch, **settings):
+    """Write the schedule of a step that an engine makes once the order of its units is known.
+
+    Parameters
+    ----------
+    engine : Engine
+    batch : int
+        Samples of the global batch.
+    **settings
+        What the engine was made with, by the names of `zero_nb.theory.schedule.StepOptions`.
+
+    Returns
+    -------
+    Schedule
+    """
+    on_a_rank = -(-batch // engine.world.size)
+    samples = -(-on_a_rank // engine.optimizer.micro_batches)
+    options = StepOptions(
+        int(engine.optimizer.stage.number), engine.world.size, widened=True, **settings
+    )
+    return schedule(step_work(engine, samples), options)
 
 
 def chrome_of(line, rank=0):

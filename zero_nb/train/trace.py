@@ -14,9 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
+from zero_nb.config import UsageError
 from zero_nb.train.ledger import KINDS
 
-__all__ = ["COMM_LANE", "COMPUTE_LANE", "Tracer", "chrome_trace", "write_trace"]
+__all__ = [
+    "COMM_LANE",
+    "COMPUTE_LANE",
+    "Tracer",
+    "check_trace_path",
+    "chrome_trace",
+    "write_trace",
+]
 
 COMPUTE_LANE, COMM_LANE = 1, 2
 """Thread numbers of the two lanes."""
@@ -116,6 +124,25 @@ class Tracer:
         ]
         return chrome_trace(spans, {rank: self.memory(rank) for rank in self._ranks})
 
+    def write(self, path):
+        """Write the trace; of several processes each writes a file of its own.
+
+        Parameters
+        ----------
+        path : path-like
+            ``trace.json``; the process whose first rank is 2 writes ``trace.rank2.json``.
+
+        Returns
+        -------
+        Path
+            What was written.
+        """
+        path = Path(path)
+        if len(self._ranks) < self._engine.world.size:
+            path = path.with_name(f"{path.stem}.rank{self._ranks[0]}{path.suffix}")
+        write_trace(path, self.to_chrome())
+        return path
+
 
 def chrome_trace(spans, memory):
     """Lay spans and memory out in the Trace Event Format.
@@ -195,3 +222,12 @@ def write_trace(path, trace):
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_trace_path(path):
+    """Refuse a path no trace can be written to; a `UsageError` says why."""
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"the trace {path} is a folder; give a file, such as trace.json")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} to write the trace {path.name} to")

@@ -13,6 +13,8 @@ import types
 from dataclasses import dataclass
 from typing import final
 
+from zero_nb.learn.limits import run_limited
+
 __all__ = ["Answers", "read_answers", "run_answers"]
 
 
@@ -81,6 +83,7 @@ def run_answers(answers):
     Parameters
     ----------
     answers : Answers
+        Each cell has the time that a check has, see `zero_nb.learn.limits`.
 
     Returns
     -------
@@ -110,8 +113,9 @@ def _run(source, name, module):
     """Run some lines in a module; return the error in which they ended, or an empty text."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:
-        exec(compile(source, name, "exec"), module.__dict__)
-    except BaseException as error:  # also SystemExit: the next answer has its turn
+        code = compile(source, name, "exec")
+        run_limited(lambda: exec(code, module.__dict__))
+    except Exception as error:  # the next answer has its turn
         return f"{type(error).__name__}: {error}"
     return ""
 

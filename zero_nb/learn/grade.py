@@ -14,15 +14,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import final
 
 import zero_nb
 from zero_nb.config import UsageError
+from zero_nb.learn import limits
 from zero_nb.learn.answers import read_answers, run_answers
 from zero_nb.learn.checking import judge
-from zero_nb.learn.registry import exercise_keys, find_exercise, find_prediction, keys_of, notebooks
+from zero_nb.learn.registry import (
+    find_exercise,
+    find_prediction,
+    has_check,
+    keys_of,
+    notebooks,
+)
 from zero_nb.learn.session import GUESSED, NOT_ATTEMPTED, NOT_YET, PASSED
 
 __all__ = ["MISSING", "STOPPED", "UNREADABLE", "Mark", "grade", "write_marks"]
@@ -150,7 +157,7 @@ def _marks(folder, path, seed):
 
 def _mark(learner, number, key, status, remark):
     """One line."""
-    checked = key in exercise_keys()
+    checked = has_check(key)
     core = (find_exercise if checked else find_prediction)(key).core
     points = str(int(status == PASSED)) if checked else ""
     return Mark(learner, number, key, "core" if core else "", status, points, remark)
@@ -161,13 +168,11 @@ def _mark(learner, number, key, status, remark):
 
 def _run_apart(notebook, keys, seed):
     """Judge answers in processes of their own: by key, status and remark."""
-    found = {}
-    while len(found) < len(keys):
-        left = [key for key in keys if key not in found]
-        new, reason = _run_once(notebook, left, seed)
-        found.update(new)
-        if not new:  # the first one took its process with it; the others get another
-            found[left[0]] = (STOPPED, reason)
+    found, _ = _run_once(notebook, keys, seed)
+    for key in keys:
+        if key not in found:  # an answer took the process with it: now each on its own
+            alone, reason = _run_once(notebook, [key], seed)
+            found[key] = alone.get(key, (STOPPED, reason))
     return found
 
 
@@ -176,7 +181,14 @@ def _run_once(notebook, keys, seed):
     with tempfile.TemporaryDirectory(prefix="zero-nb-grade-", ignore_cleanup_errors=True) as place:
         task, results = Path(place, "task.json"), Path(place, "results.jsonl")
         task.write_text(
-            json.dumps({"notebook": notebook, "keys": keys, "seeds": [0, seed, seed + 1]}),
+            json.dumps(
+                {
+                    "notebook": notebook,
+                    "keys": keys,
+                    "seeds": [0, seed, seed + 1],
+                    "seconds": limits.SECONDS,
+                }
+            ),
             encoding="utf-8",
         )
         empty = Path(place, "empty")
@@ -233,7 +245,7 @@ def _limit(seconds):
 
 def _judged(key, values, errors, seeds):
     """Status and remark of one answer."""
-    if key not in exercise_keys():
+    if not has_check(key):
         return (NOT_ATTEMPTED if values.get(key, ...) is ... else GUESSED), ""
     if key in errors:
         return NOT_YET, f"the cell ended in {errors[key]}"
@@ -245,14 +257,19 @@ def _judged(key, values, errors, seeds):
 def _work(task, results):
     """Judge answers in this process and write a line for each as soon as it is known."""
     task = json.loads(Path(task).read_text(encoding="utf-8"))
+    limits.SECONDS = task["seconds"]
     for key in task["keys"]:
-        if key in exercise_keys():  # ours first, so that nothing is compiled in a learner's time
+        if has_check(key):  # ours first, so that nothing is compiled in a learner's time
             exercise = find_exercise(key)
             for seed in task["seeds"]:
                 exercise.judge(exercise.solution, seed)
     _limit(_SECONDS_FOR_EACH * (1 + len(task["keys"])))
     with open(results, "w", encoding="utf-8") as file:
-        values, errors = run_answers(read_answers(task["notebook"]))
+        answers = read_answers(task["notebook"])
+        if len(task["keys"]) == 1:
+            cells = tuple(cell for cell in answers.cells if cell[0] in task["keys"])
+            answers = replace(answers, cells=cells)
+        values, errors = run_answers(answers)
         for key in task["keys"]:
             status, remark = _judged(key, values, errors, task["seeds"])
             file.write(json.dumps([key, status, remark]) + "\n")

@@ -10,7 +10,7 @@ import zero_nb.learn as package
 from zero_nb.config import UsageError
 from zero_nb.learn.predict import PREDICTIONS
 
-__all__ = ["exercise_keys", "find_exercise", "find_prediction", "keys_of", "notebooks"]
+__all__ = ["exercise_keys", "find_exercise", "find_prediction", "has_check", "keys_of", "notebooks"]
 
 
 def find_exercise(key):
@@ -25,6 +25,11 @@ def find_exercise(key):
     if found is None:
         raise UsageError(f"there is no exercise {key!r}; there are {', '.join(exercise_keys())}")
     return found
+
+
+def has_check(key):
+    """Whether there is an `Exercise` of this key (bool)."""
+    return key in getattr(_module(key), "EXERCISES", {})
 
 
 def find_prediction(key):

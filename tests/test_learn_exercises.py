@@ -130,7 +130,7 @@ def test_a_function_that_overwrites_its_arguments_is_noticed_and_does_no_harm(ke
     if plain and any(a and not f for a, f in zip(arrays, free, strict=True)):
         assert verdict.status == "not yet"
         assert "changed its argument" in verdict.text
-    elif not any(arrays):
+    elif plain and not any(arrays):
         assert verdict.status == "passed"
     assert status(key, exercise.solution) == "passed"
     assert status(key, exercise.solution) == "passed"

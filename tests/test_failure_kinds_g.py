@@ -191,12 +191,18 @@ def test_G9_frozen_values_stay_are_gathered_and_saved(stage, precision, world_si
         opt.backward({"w": np.ones((world_size, 4), F32), "frozen": np.ones((world_size, 5), F32)})
 
 
-def test_G9_nothing_is_counted_as_saved_that_was_never_there():
+@pytest.mark.parametrize("frozen", [(), ("a",)])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-fp32-grads", "bf16-both-grads"])
+def test_G9_nothing_is_counted_as_saved_that_was_never_there(precision, micro_batches, frozen):
+    """Stage 0 is the baseline: it saves nothing and sends nothing more, step after step."""
     opt = ZeROOptimizer(
-        {"a": np.ones(8, F32), "w": np.ones(8, F32)}, stage=0, world_size=2, frozen=["a"]
-    )
+        {"a": np.ones(8, F32), "w": np.ones(8, F32)}, stage=0, world_size=2, frozen=frozen,
+        precision=precision, micro_batches=micro_batches,
+    )  # fmt: skip
     for _ in range(2):
-        opt.backward({"w": np.ones((2, 8), F32)})
+        for _ in range(micro_batches):
+            opt.backward({name: np.ones((2, 8), F32) for name in "aw" if name not in frozen})
         opt.step()
         stats = opt.memory_stats()
         assert (stats.total_memory_saved, stats.communication_overhead) == (0, 0)

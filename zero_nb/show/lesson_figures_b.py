@@ -313,8 +313,8 @@ def gradient_memory(timelines, numel, world_size):
         return render(
             fig,
             f"Gradient bytes per parameter on one of {world_size} ranks through a backward pass. "
-            f"Peaks: {said}. A dotted line marks {floor:g}, the reduced shard; no curve of stage 2 "
-            "stays below it at the end.",
+            f"Peaks: {said}. A dotted line marks {floor:g}, the shard that stage 2 holds at "
+            "its end.",
             {name: {"peak": peak, "end": curves[name][1][-1] / numel}
              for name, peak in peaks.items()},
         )  # fmt: skip

@@ -379,7 +379,7 @@ def test_lab_opens_jupyterlab_at_the_notebooks(zero_nb, monkeypatch, project, tm
     assert zero_nb("lab") == (3, "", "")  # its status is ours
     (tmp_path / "notebooks").mkdir()
     assert zero_nb("lab")[0] == 3
-    words = [sys.executable, "-m", "jupyterlab"]
+    words = [sys.executable, "-m", "jupyterlab", cli.START_PAGE]
     assert calls == [(words, project / "notebooks"), (words, tmp_path / "notebooks")]
 
 

@@ -9,7 +9,7 @@ from tiny import SHAPES, STAGES, UNITS, own_params, padding_of
 from zero_nb.config import UsageError
 from zero_nb.train.optim import SGD
 from zero_nb.train.optimizer import ZeROOptimizer
-from zero_nb.train.scaling import check_max_grad_norm, clip_factor
+from zero_nb.train.scaling import check_max_grad_norm, check_norm_type, clip_factor
 
 NUMEL = 69
 
@@ -197,3 +197,8 @@ def test_a_bound_that_is_no_positive_number_is_refused(value):
 def test_a_bound_becomes_a_float_and_none_stays_none():
     assert check_max_grad_norm(None) is None
     assert type(check_max_grad_norm(2)) is float
+
+
+def test_a_norm_that_would_overflow_is_refused_with_the_reason():
+    with pytest.raises(UsageError, match=r"at least 0\.1, got 0\.01: .* overflow"):
+        check_norm_type(0.01)

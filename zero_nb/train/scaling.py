@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+SMALLEST_NORM_TYPE = 0.1
+
+
 def largest_gradient(world, units, left_out=()):
     """Return the largest magnitude of the reduced gradient; the finite check too.
 
@@ -136,6 +139,11 @@ def check_norm_type(p):
     """Return `p` as a float if it names a norm, or say what is wrong with it."""
     if not (isinstance(p, Real) and p > 0):
         raise UsageError(f"norm_type must be above 0 (2, 1, inf, ...), got {p!r}")
+    if p < SMALLEST_NORM_TYPE:
+        raise UsageError(
+            f"norm_type must be at least {SMALLEST_NORM_TYPE}, got {p!r}: the norm of n elements "
+            "grows like n to the power of 1 / norm_type and would overflow"
+        )
     return float(p)
 
 

@@ -4,11 +4,27 @@ Like `zero_nb.compare` this imports both towers: it tells the theory how large a
 are and how long its layers take, and nothing of when they are gathered or what that costs.
 """
 
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from zero_nb.cluster.simulated import EmulatedLink, SimulatedWorld
 from zero_nb.theory.own_engine import gpt_kept_bytes
 from zero_nb.theory.schedule import LayerWork, StepOptions, StepWork, UnitSize, schedule
-from zero_nb.train.trace import COMM_LANE, COMPUTE_LANE, chrome_trace
+from zero_nb.theory.timeline import Link, Timeline, timeline
+from zero_nb.train.engine import Engine
+from zero_nb.train.trace import COMM_LANE, COMPUTE_LANE, Tracer, chrome_trace
 
-__all__ = ["chrome_of", "predicted_step", "step_work"]
+__all__ = [
+    "Costs",
+    "Overlap",
+    "chrome_of",
+    "measure_costs",
+    "measure_overlap",
+    "predicted_step",
+    "step_work",
+]
 
 
 def step_work(engine, samples, tokens=None, *, seconds=None):
@@ -121,3 +137,161 @@ def chrome_of(line, rank=0):
             category = span.phase if whole else span.name.split()[0]
             spans.append((name, category, COMPUTE_LANE, span.start_s, span.stop_s, {}))
     return chrome_trace(spans, {rank: line.memory})
+
+
+# --- measured beside predicted -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an engine's pieces take on this machine, measured without a link.
+
+    Attributes
+    ----------
+    seconds : dict
+        As `step_work` takes them.
+    copy_s_per_byte : float
+        What carrying a message out takes in memory, for each byte that one rank sends.
+    oversleep_s : float
+        How much later than asked for a thread wakes up that an emulated link lets sleep.
+    """
+
+    seconds: dict
+    copy_s_per_byte: float
+    oversleep_s: float
+
+    def link(self, emulated):
+        """Return what the theory should know of an emulated link.
+
+        Parameters
+        ----------
+        emulated : EmulatedLink
+
+        Returns
+        -------
+        Link
+            Messages are held up, and then copied.
+        """
+        each_byte_s = 1 / emulated.bytes_per_s + self.copy_s_per_byte
+        return Link(1 / each_byte_s, emulated.latency_s + self.oversleep_s)
+
+
+def measure_costs(model, batch, *, world_size, steps=5, **settings):
+    """Measure how long an engine's pieces take, at stage 3 and without a link.
+
+    Parameters
+    ----------
+    model : Model
+    batch : tuple of ndarray
+        Inputs and targets of the global batch.
+    world_size : int
+    steps : int
+        Over which medians are taken; one more comes before, to warm up.
+    **settings
+        For `Engine`: precision, units, ...
+
+    Returns
+    -------
+    Costs
+    """
+    engine = Engine(model, world=SimulatedWorld(world_size), stage=3, **settings)
+    engine.train_step(*batch)
+    tracer = Tracer(engine)
+    reports = [engine.train_step(*batch) for _ in range(steps)]
+    tracer.stop()
+    took = defaultdict(list)
+    for name, kind, start, stop in tracer.spans:
+        took[name, kind].append(stop - start)
+    whole = statistics.median(sum(took.pop(key)) for key in list(took) if key[1] == "training step")
+    seconds = {key: statistics.median(values) for key, values in took.items()}
+    messages = statistics.median(report.comm_s for report in reports)
+    passes = engine.optimizer.micro_batches
+    inside = passes * sum(s for (_, kind), s in seconds.items() if kind != "update")
+    update = seconds.pop(("update", "update"))
+    seconds["loss", ""] = seconds.pop(("loss", "loss"))
+    seconds["rest", ""] = max(0.0, whole - inside - update - messages)
+    for unit in engine.optimizer.units:
+        share = unit.layout.numel / engine.optimizer.numel
+        seconds["update", unit.name] = update * share * world_size
+    return Costs(seconds, messages / reports[-1].bytes_sent, _oversleep())
+
+
+def _oversleep(asked_s=1e-3, times=21):
+    """Return the median of how much later a sleeping thread wakes up."""
+    late = []
+    for _ in range(times):
+        start = time.perf_counter()
+        time.sleep(asked_s)
+        late.append(time.perf_counter() - start - asked_s)
+    return statistics.median(late)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Steps on an emulated link, measured, and the timeline's answer; medians, in seconds.
+
+    Attributes
+    ----------
+    settings : dict
+        Of the engine.
+    link : EmulatedLink
+    step_s, comm_s, exposed_s : float
+        Measured.
+    line : Timeline
+        Predicted.
+    report : StepReport
+        Of the last step.
+    """
+
+    settings: dict
+    link: EmulatedLink
+    step_s: float
+    comm_s: float
+    exposed_s: float
+    line: Timeline
+    report: object
+
+    @property
+    def hidden_s(self):
+        """Measured seconds of communication behind which was computed."""
+        return self.comm_s - self.exposed_s
+
+    @property
+    def share_of_what_can_be_hidden(self):
+        """Hidden, measured over predicted; None where nothing can be."""
+        return self.hidden_s / self.line.hidden_s if self.line.hidden_s > 1e-9 else None
+
+    @property
+    def error(self):
+        """The timeline's step time against the measured one: 0.1 is ten per cent too long."""
+        return self.line.step_s / self.step_s - 1
+
+
+def measure_overlap(model, batch, link, costs, *, world_size, steps=7, **settings):
+    """Train on an emulated link and lay the timeline's answer beside it.
+
+    Parameters
+    ----------
+    model, batch, world_size
+        See `measure_costs`.
+    link : EmulatedLink
+    costs : Costs
+    steps : int
+        Over which medians are taken; two come before: one records the order of units.
+    **settings
+        For `Engine`, by names that `zero_nb.theory.schedule.StepOptions` has too.
+
+    Returns
+    -------
+    Overlap
+    """
+    engine = Engine(model, world=SimulatedWorld(world_size, link=link), **settings)
+    reports = [engine.train_step(*batch) for _ in range(2 + steps)][2:]
+    samples = -(-len(batch[0]) // world_size) // engine.optimizer.micro_batches
+    options = StepOptions(world_size=world_size, widened=True, **settings)
+    work = step_work(engine, samples, seconds=costs.seconds)
+    medians = (
+        statistics.median(getattr(report, name) for report in reports)
+        for name in ("seconds", "comm_s", "exposed_s")
+    )
+    return Overlap(settings, link, *medians, timeline(work, options, costs.link(link)), reports[-1])

@@ -172,6 +172,9 @@ def train(
     optimizer: Annotated[
         str, typer.Option(help="adamw, adam, sgd or momentum (SGD with momentum 0.9).")
     ] = "adamw",
+    batch: Annotated[
+        int | None, typer.Option(help="Samples of a step, over all ranks; 32 by default.")
+    ] = None,
     micro_batches: Annotated[
         int, typer.Option(help="Gradient accumulation: backward passes in one step.")
     ] = 1,
@@ -255,6 +258,7 @@ def train(
     settings = {
         "precision": precision,
         "optimizer": optimizer,
+        "batch": batch,
         "micro_batches": micro_batches,
         "reduce_dtype": reduce_dtype,
         "reduce_bucket_size": reduce_bucket_size,
@@ -386,9 +390,10 @@ def _predicted(engine, task, settings):
     from zero_nb.overlap import predicted_step
 
     settings = dict(settings)
+    batch = settings.pop("batch") or task.training.batch
     if settings.pop("reduce_dtype") is not None:
         return {}
-    step = predicted_step(engine, task.training.batch, **settings)
+    step = predicted_step(engine, batch, **settings)
     return {"predicted_peak_bytes": step.peak_bytes, "predicted_elements": step.elements_sent()}
 
 

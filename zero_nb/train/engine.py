@@ -412,7 +412,7 @@ class Engine:
             each = "a sample" if count == 1 else f"one sample for each of {count} micro-batches"
             raise UsageError(
                 f"a global batch of {samples} leaves ranks of {size} without {each}; "
-                f"use a batch of at least {size * count}"
+                f"use a batch of at least {size * count}, or fewer ranks"
             )
         cuts = _cuts(0, samples, size)
         parts = [_cuts(cuts[rank], cuts[rank + 1], count) for rank in self.world.ranks]

@@ -363,7 +363,7 @@ def train_stage(
         check_at_least_one("trace_steps", trace_steps, "step")
         check_trace_path(trace)
     task = digits_task() if task is None else task
-    batch = task.training.batch if batch is None else batch
+    batch = task.training.batch if batch is None else check_at_least_one("batch", batch, "sample")
     where = {"world_size": world_size} if world is None else {"world": world}
     job = _job(task, batch, seed, schedule_steps or steps)
     first = 0

@@ -24,8 +24,11 @@ SOURCES = [
     "03_collectives_you_can_count.ipynb",
     "04_stage_1_shard_the_optimizer.ipynb",
     "05_stage_2_shard_the_gradients.ipynb",
+    "06_stage_3_shard_the_parameters.ipynb",
+    "A_numba_in_15_minutes.ipynb",
 ]
-EXPECTED = sorted(SOURCES + [f"learner/{name}" for name in SOURCES])
+WITHOUT_EXERCISES = ["B_glossary.ipynb", "index.ipynb"]
+EXPECTED = sorted(SOURCES + WITHOUT_EXERCISES + [f"learner/{name}" for name in SOURCES])
 
 FOUND = sorted(
     path.relative_to(NOTEBOOKS).as_posix()

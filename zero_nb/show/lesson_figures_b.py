@@ -458,7 +458,7 @@ def _letter_cell(ax, x, y, shards, rank):
 
 
 _GATHER, _FORWARD, _BACKWARD = "gather", "forward", "backward"
-_REDUCE, _DROP = "reduce-scatter", "drop"
+_REDUCE, _DROP, _FREE = "reduce-scatter", "drop", "free the gradient of"
 _LANES = {
     _GATHER: (0, COLLECTIVES["all-gather"]),
     _REDUCE: (0, COLLECTIVES["reduce-scatter"]),
@@ -492,14 +492,14 @@ def stage_3_lanes(events, names):
     moments = _stage_3_moments(events)
     if not any(kind == _GATHER for kind, _, _ in moments):
         raise ValueError("there is no gather among the events; give those of a stage-3 step")
-    edges = np.cumsum([0.0] + [0.22 if kind == _DROP else 1.0 for kind, _, _ in moments])
+    edges = np.cumsum([0.0] + [1.0 if kind in _LANES else 0.22 for kind, _, _ in moments])
     with sheet(9.4, 4.9, nrows=2, sharex=True, height_ratios=(1, 2)) as (fig, (lanes, under)):
         lanes.set(ylim=(-0.1, 2.05), xlim=(0, edges[-1]))
         lanes.grid(False)
         lanes.set_yticks([0.45, 1.45], ["travels", "computes"])
         lanes.tick_params(length=0)
         for left, (kind, unit, _) in zip(edges, moments, strict=False):
-            if kind != _DROP:
+            if kind in _LANES:
                 lane, look = _LANES[kind]
                 _box(lanes, left, lane, 1, 0.9, look.bar)
                 _on(lanes, left + 0.5, lane + 0.45, names[unit], look.color)
@@ -544,7 +544,7 @@ def _kind_of_moment(event):
     if event.kind == "unsharded":
         return _GATHER if made else _DROP
     if event.kind == "bucket":
-        return _BACKWARD if made else _DROP
+        return _BACKWARD if made else _FREE
     return _REDUCE if event.kind == "grad" and made else None
 
 

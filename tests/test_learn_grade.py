@@ -141,6 +141,7 @@ def test_right_answers_have_their_points_and_a_guess_has_none(marks):
     }
     assert marks["ada", "A-a"].core == "core"
     assert marks["ada", "A-a"].notebook == "A"
+    assert marks["ada", "A-a"].file == "ada/A_numba_in_15_minutes.ipynb"
 
 
 def test_a_known_mistake_is_named_in_the_remark(marks):
@@ -177,12 +178,21 @@ def test_a_stub_a_missing_cell_and_a_broken_file_are_told_apart(marks):
 
 
 def test_marks_are_a_table_that_no_spreadsheet_computes(tmp_path):
-    mark = Mark("=1+1", "A", "A-a", "core", "passed", "1", "-3, too low")
+    mark = Mark("=1+1", "a/b", "A", "A-a", "core", "passed", "1", "-3, too low")
     write_marks([mark], tmp_path / "marks.csv")
     with open(tmp_path / "marks.csv", encoding="utf-8", newline="") as file:
         header, row = csv.reader(file)
-    assert header == ["learner", "notebook", "exercise", "core", "status", "points", "remark"]
-    assert row == ["'=1+1", "A", "A-a", "core", "passed", "1", "'-3, too low"]
+    assert header == [
+        "learner",
+        "file",
+        "notebook",
+        "exercise",
+        "core",
+        "status",
+        "points",
+        "remark",
+    ]
+    assert row == ["'=1+1", "a/b", "A", "A-a", "core", "passed", "1", "'-3, too low"]
 
 
 def test_a_folder_without_notebooks_is_refused(tmp_path):

@@ -53,6 +53,8 @@ class Mark:
     ----------
     learner : str
         The folder of the notebook inside the graded one, or its file name.
+    file : str
+        The notebook inside the graded folder.
     notebook : str
         Such as ``"04"``.
     exercise : str
@@ -69,6 +71,7 @@ class Mark:
     """
 
     learner: str
+    file: str
     notebook: str
     exercise: str
     core: str
@@ -92,7 +95,7 @@ def grade(folder, *, seed=1, progress=None):
     Returns
     -------
     list of Mark
-        By learner, notebook and exercise.
+        By learner, file and exercise.
 
     Raises
     ------
@@ -111,7 +114,7 @@ def grade(folder, *, seed=1, progress=None):
         marks += _marks(folder, path, seed)
     if not marks:
         raise UsageError(f"no notebook of the course in {folder}; its exercises have tags")
-    return sorted(marks, key=lambda mark: (mark.learner, mark.notebook, mark.exercise))
+    return sorted(marks, key=lambda mark: (mark.learner, mark.file, mark.exercise))
 
 
 def write_marks(marks, path):
@@ -141,7 +144,7 @@ def _marks(folder, path, seed):
         notebook = json.loads(path.read_text(encoding="utf-8"))
         answers = read_answers(notebook)
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        return [Mark(learner, "", "", "", UNREADABLE, "", f"{path.name}: {error}")]
+        return [Mark(learner, inside.as_posix(), "", "", "", UNREADABLE, "", str(error))]
     known = {key: None for key, _ in answers.cells if key.split("-")[0] in notebooks()}
     named = _FIRST.match(path.name)
     number = next(iter(known), named.group(1).upper() if named else "").split("-")[0]
@@ -150,17 +153,23 @@ def _marks(folder, path, seed):
     wanted = [key for key in keys_of(number) if key in known]
     found = _run_apart(notebook, wanted, seed)
     return [
-        _mark(learner, number, key, *found.get(key, (MISSING, "there is no cell with its tag")))
+        _mark(
+            learner,
+            inside.as_posix(),
+            number,
+            key,
+            *found.get(key, (MISSING, "there is no cell with its tag")),
+        )
         for key in keys_of(number)
     ]
 
 
-def _mark(learner, number, key, status, remark):
+def _mark(learner, file, number, key, status, remark):
     """One line."""
     checked = has_check(key)
     core = (find_exercise if checked else find_prediction)(key).core
     points = str(int(status == PASSED)) if checked else ""
-    return Mark(learner, number, key, "core" if core else "", status, points, remark)
+    return Mark(learner, file, number, key, "core" if core else "", status, points, remark)
 
 
 # ------------------------------------------------------------------------------ in another process
@@ -225,6 +234,9 @@ def _environment(place):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(zero_nb.__file__).resolve().parent.parent),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "TEMP": place,
+        "TMP": place,
+        "TMPDIR": place,
         "ZERO_NB_SCORE": "off",
     }
 

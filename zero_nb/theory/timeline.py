@@ -196,6 +196,7 @@ def transformer_work(
     flops_per_s: float,
     memory_bytes_per_s: float | None = None,
     state_bytes: int = 28,
+    kept_bytes: int = 0,
 ) -> StepWork:
     """What one rank computes for a transformer, from operations ÷ rate.
 
@@ -213,11 +214,13 @@ def transformer_work(
     state_bytes : int
         Bytes read and written for the update of a parameter; mixed-precision Adam reads master,
         two moments and a gradient, and writes master, moments and a parameter.
+    kept_bytes : int
+        Activations that one layer keeps, such as `zero_nb.theory.activations` gives.
 
     Returns
     -------
     StepWork
-        A unit for the embedding, each layer, and the head. Activations are left out.
+        A unit for the embedding, each layer, and the head.
 
     Notes
     -----
@@ -235,7 +238,7 @@ def transformer_work(
     layers = [LayerWork("embed", ("embed",))]
     for name, numel in list(numels.items())[1 : 1 + spec.layers]:
         each = tokens * (2 * numel + 4 * spec.attention_width * seq) / rate
-        layers.append(LayerWork(name, (name,), each, 2 * each))
+        layers.append(LayerWork(name, (name,), each, 2 * each, kept_bytes))
     tied = bool(spec.has_head and spec.tied)
     if spec.has_head or "head" in numels:
         uses = (*(["embed"] if tied else []), *(["head"] if "head" in numels else []))

@@ -413,19 +413,22 @@ def letter_grid(layers="abc", world_size=3):
     """
     moments = ["between steps", *(f"layer {letter} computes" for letter in layers)]
     with sheet(2.35 * len(moments), 0.62 * world_size + 0.8, ncols=len(moments)) as (fig, axes):
+        wide = 0.55 * world_size  # room for all shards of a layer
         rows = {}
         for ax, moment in zip(axes, moments, strict=True):
-            ax.set(xlim=(-0.75, len(layers)), ylim=(-world_size, 0.5))
+            widths = [wide if moment.startswith(f"layer {x} ") else 1.0 for x in layers]
+            edges = [0.0, *np.cumsum(widths).tolist()]
+            ax.set(xlim=(-0.75, len(layers) - 1 + wide), ylim=(-world_size, 0.5))
             ax.axis("off")
             ax.set_title(moment, fontsize="medium")
-            for column, letter in enumerate(layers):
-                ax.text(column + 0.5, 0.22, letter, ha="center", va="center")
+            for letter, left, width in zip(layers, edges, widths, strict=False):
+                ax.text(left + width / 2, 0.22, letter, ha="center", va="center")
             rows[moment] = {}
             for rank in range(world_size):
                 ax.text(-0.1, -rank - 0.5, f"r{rank}", ha="right", va="center", fontsize="small")
                 has = [_shards(letter, rank, moment, world_size) for letter in layers]
-                for column, shards in enumerate(has):
-                    _letter_cell(ax, column, -rank - 1, shards, rank)
+                for left, width, shards in zip(edges, widths, has, strict=False):
+                    _letter_cell(ax, left, -rank - 1, width, shards, rank)
                 rows[moment][f"rank {rank}"] = " | ".join(" ".join(shards) for shards in has)
         return render(
             fig,
@@ -443,10 +446,10 @@ def _shards(letter, rank, moment, world_size):
     return [f"{letter}{shard}" for shard in range(world_size) if every or shard == rank]
 
 
-def _letter_cell(ax, x, y, shards, rank):
+def _letter_cell(ax, x, y, room, shards, rank):
     """Draw the shards of one layer on one rank side by side."""
     own = f"{shards[0][0]}{rank}"
-    width = 0.92 / len(shards)
+    width = (room - 0.08) / len(shards)
     for place, shard in enumerate(shards):
         owner = int(shard[1:])
         look = rank_look(owner)
@@ -454,7 +457,7 @@ def _letter_cell(ax, x, y, shards, rank):
         fill = look.bar if shard == own else {"facecolor": "#f1f1f1", "edgecolor": "#888888"}
         _box(ax, left, y + 0.08, width, 0.84, fill)
         color = look.color if shard == own else "#f1f1f1"
-        _on(ax, left + width / 2, y + 0.5, shard, color, fontsize=9 if len(shards) == 1 else 6.5)
+        _on(ax, left + width / 2, y + 0.5, shard, color, fontsize=9 if len(shards) == 1 else 8)
 
 
 _GATHER, _FORWARD, _BACKWARD = "gather", "forward", "backward"

@@ -327,7 +327,7 @@ def test_the_card_of_a_notebook_shows_this_run_only(clean):
         "  99-a  passed         Multiply (core)",
     ]
     assert card.passed == 1
-    assert "<caption>Notebook 99, in this run: 2 of 2 done.</caption>" in card._repr_html_()
+    assert ">Notebook 99, in this run: 2 of 2 done.</caption>" in card._repr_html_()
     assert card._repr_html_().count('scope="row"') == 2
 
 

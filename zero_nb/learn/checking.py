@@ -197,18 +197,17 @@ class ScoreCard:
 
     def _repr_html_(self):
         """A table without colours of its own."""
-        head = "".join(f'<th scope="col">{name}</th>' for name in ("", "exercise", "status"))
+        left = 'style="text-align: left"'
+        head = "".join(f'<th scope="col" {left}>{name}</th>' for name in ("", "exercise", "status"))
         body = "".join(
             f'<tr><th scope="row">{key}</th>'
-            f'<td style="text-align: left">{html.escape(title)}{" (core)" if core else ""}</td>'
-            f'<td style="text-align: left"><span aria-hidden="true">{_SIGNS[status]}</span> '
+            f"<td {left}>{html.escape(title)}{' (core)' if core else ''}</td>"
+            f'<td {left}><span aria-hidden="true">{_SIGNS[status]}</span> '
             f"{status}</td></tr>"
             for key, title, core, status in self.rows
         )
-        return (
-            f"<table><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>"
-        )
+        caption = f"<caption {left}>{html.escape(self.title)}</caption>"
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def score_card(notebook=None):

@@ -184,7 +184,7 @@ class Quiz:
                 f"<li>{self._option(letter, option)}</li>" for letter, option in _lettered(question)
             )
             items.append(
-                f"<li><p>{with_tooltips(question.stem)}</p>"
+                f'<li style="margin-bottom: 1em"><p>{with_tooltips(question.stem)}</p>'
                 f'<ul style="list-style: none; padding-left: 0.5em">{options}</ul></li>'
             )
         title, questions = html.escape(self.title), f"<ol>{''.join(items)}</ol>"

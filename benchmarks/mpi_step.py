@@ -4,9 +4,9 @@
 
 PATH is the Python of an environment of its own that has torch (never a dependency of the
 package). Both train the same MLP from the same weights on the same batches with AdamW in float32,
-one thread a process, in turn; a row is the median over rounds of the median step, and the losses
-must agree. Ours has `DistributedDataParallel` as the peer of stage 0 and `fully_shard` (FSDP2,
-which reshards after forward) as the peer of stage 3.
+one thread a process, in turn; a row is the median step of the quietest round, for each side, and
+the losses must agree. The peer of stage 0 is `DistributedDataParallel`, that of stage 3 is
+`fully_shard` (FSDP2, which reshards after forward).
 
 The file plays all three parts: it starts everything, is our rank (``ours``) and is torch's
 (``torch``). Only the last imports torch.
@@ -208,7 +208,7 @@ def measure(args, name, width, world_size, stage, weights):
         port = args.port + round_number
         peers.append(run_theirs(args.peer_python, world_size, width, stage, weights, port))
     np.testing.assert_allclose(mine[0]["losses"], peers[0]["losses"], rtol=1e-4)
-    seconds = [statistics.median(run["step_s"] for run in runs) for runs in (mine, peers)]
+    seconds = [min(run["step_s"] for run in runs) for runs in (mine, peers)]
     return {
         "parameters": name,
         "world_size": world_size,

@@ -538,15 +538,18 @@ def _on_the_fullest_rank(world, report):
     return held, dict(zip(report.largest_bytes, kinds[len(held) :], strict=True)), peak
 
 
-def load_kernels(stage, **settings):
+def load_kernels(stage, *, batch=None, **settings):
     """Compile the kernels a run needs, or load them from the cache: a step of a tiny model.
 
     Parameters
     ----------
     stage : ZeROStage
+    batch : int, optional
+        Taken like the other settings, and not needed: kernels do not depend on it.
     **settings
         As for `train_stage`: precision, optimizer, micro_batches, ...
     """
+    del batch
     model = GPT(GPTConfig(vocab_size=2, seq_len=2, width=2, heads=1, blocks=1))
     task = Task(None, model, PRESETS["digits"].training)
     engine = _make_engine(task, 1, stage=stage, world_size=2, **settings)

@@ -59,9 +59,15 @@ class _UnderWay(Pending):
         """Wait for one more message; `job` returns when it has arrived."""
         self._jobs.append(job)
 
-    def wait(self):
-        """Return once every result is there, and book the time stood still."""
-        start = time.perf_counter()
+    def wait(self, since=None):
+        """Return once every result is there, and book the time stood still.
+
+        Parameters
+        ----------
+        since : float, optional
+            When the caller began to stand still, if before this call.
+        """
+        start = time.perf_counter() if since is None else since
         while self._jobs:
             self._jobs.pop(0)()
         self._clock.add_wait(start, time.perf_counter())
@@ -111,7 +117,7 @@ class SimulatedWorld(World):
         if self._under_way is None and not held_up:
             super()._carry(transfer, fill)
             return
-        job = [fill]
+        job, start = [fill], time.perf_counter()
         if held_up:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero_nb-comm")
@@ -121,7 +127,7 @@ class SimulatedWorld(World):
         waiting = _UnderWay(self.clock) if self._under_way is None else self._under_way
         waiting.add(arrival)
         if waiting is not self._under_way:
-            waiting.wait()
+            waiting.wait(since=start)
 
     def _is_held_up(self, transfer):
         """Whether a message goes over the emulated link; one rank alone sends nothing."""

@@ -3,10 +3,13 @@
 import json
 import os
 import stat
+import sys
 
 import pytest
 
 from tiny import gpt, gpt_batches
+from tiny_task import gpt_task
+from zero_nb import cli, compare
 from zero_nb.cluster.simulated import EmulatedLink, SimulatedWorld
 from zero_nb.overlap import chrome_of, step_work
 from zero_nb.theory.schedule import StepOptions
@@ -179,3 +182,86 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
     with pytest.raises(FileNotFoundError):
         write_trace(tmp_path / "nowhere" / "trace.json", trace)
+
+
+# --- zero-nb train --trace -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def zero_nb(monkeypatch, capsys, tmp_path):
+    """Call the command as a shell would, in an empty folder; return status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "digits_task", gpt_task)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["zero-nb", *map(str, words)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_train_writes_the_trace_of_its_first_steps(zero_nb, tmp_path):
+    words = ("--steps", 4, "--trace", "trace.json", "--prefetch-bucket-size", 1, "--json")
+    status, out, err = zero_nb("train", *words, "--trace-steps", 2)
+    assert (status, err) == (0, "")
+    trace = check_format(json.loads((tmp_path / "trace.json").read_text()))
+    assert len(complete(trace, "training step")) == 2
+    told = json.loads(out)
+    assert told["overlap"]["fetches"]["hits"] == 7
+    assert told["overlap"]["predicted_peak_bytes"] == told["peak_bytes"]
+    assert told["overlap"]["predicted_elements"] == told["elements_sent"]
+
+
+def test_train_says_what_an_emulated_link_hides_and_that_without_one_there_is_nothing(zero_nb):
+    words = ("train", "--steps", 3, "--prefetch-bucket-size", 1, "--overlap")
+    status, out, _ = zero_nb(*words, "--link-bandwidth", 1e8, "--link-latency", 1e-4)
+    assert status == 0
+    assert "on an emulated link of 100,000,000 bytes/s and 0.0001 s messages took" in out
+    assert "units fetched in the last step: 7 hits, 1 misses" in out
+    status, out, _ = zero_nb(*words)
+    assert "without a link there is nothing to hide" in out
+    _, out, _ = zero_nb("train", "--steps", 1)
+    assert "to hide" not in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--no-reshard-after-forward", "--overlap"),
+        ("--param-persistence-threshold", 500, "--prefetch-bucket-size", 1),
+        ("--max-live-parameters", 8000, "--max-reuse-distance", 9000, "--overlap"),
+        ("--stage", 2, "--overlap", "--reduce-bucket-size", 999, "--optimizer", "sgd"),
+        ("--stage", 1, "--trace", "t.json", "--micro-batches", 2, "--precision", "fp16"),
+    ],
+)
+def test_options_reach_the_engine_and_the_schedule_predicts_what_is_measured(zero_nb, words):
+    status, out, err = zero_nb("train", "--steps", 2, "--world-size", 2, *words, "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["overlap"]["predicted_peak_bytes"] == told["peak_bytes"]
+    assert told["overlap"]["predicted_elements"] == told["elements_sent"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--trace", "nowhere/trace.json"), "there is no folder nowhere to write the trace"),
+        (("--trace", "."), "is a folder; give a file"),
+        (("--trace", "t.json", "--trace-steps", 0), "trace_steps must be"),
+        (("--link-latency", 0.1), "--link-latency needs --link-bandwidth"),
+        (("--link-bandwidth", 0), "bytes_per_s must be a finite number above 0"),
+        (("--link-bandwidth", 1e9, "--engine", "mpi"), "leave it out"),
+        (("--prefetch-bucket-size", -1), "prefetch_bucket_size must be a number of elements"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_on_stderr(zero_nb, tmp_path, words, message):
+    status, out, err = zero_nb("train", "--steps", 1, *words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -249,6 +249,7 @@ def train(
     chosen = ZeROStage.parse(stage)
     if engine not in ("simulated", "mpi"):
         raise UsageError(f"unknown engine {engine!r}; choose simulated or mpi")
+    link = _link(engine, link_bandwidth, link_latency)
     if engine == "mpi" and not launch.under_launcher():
         with _progress(max(steps, 1), f"stage {int(chosen)}") as tick:
             launch.run_mpi(
@@ -269,7 +270,6 @@ def train(
         "max_reuse_distance": max_reuse_distance,
         "reshard_after_forward": reshard_after_forward,
     }
-    link = _link(engine, link_bandwidth, link_latency)
     told = overlap or prefetch_bucket_size > 0 or link is not None or trace is not None
     saving = {
         "trace": trace,

@@ -5,14 +5,20 @@
 Layers are timed without a link; the timeline is told these times and the link, and nothing of the
 measured steps. The link is emulated: a communication thread sleeps bytes / bandwidth, then copies.
 Its bandwidth is chosen so that at stage 3 messages take as long as all computing, half of a step
-in which nothing overlaps. A row is the median over rounds of the median step. Run it on a quiet
-machine: with other work on the cores, layers take longer in one run than in the other.
+in which nothing overlaps. A row is the median over rounds of the median step.
+
+With other work on the cores, layers take longer in one run than in the next, and nothing can be
+predicted from them. So every round says what share of the cores other processes took (on Linux),
+and one with more than --quiet of it is thrown away and measured again, up to --tries rounds; a
+round begins when the cores have been quiet for a moment, or after --patience seconds.
 """
 
 import argparse
 import json
 import os
 import statistics
+import sys
+import time
 
 import numpy as np
 
@@ -48,7 +54,8 @@ def balanced_link(model, batch, world_size, costs):
         s / world_size if kind == "update" else s for (kind, _), s in turned(costs).items()
     )
     each_byte_s = (computing - messages * (LATENCY_S + costs.oversleep_s)) / sent
-    return EmulatedLink(1 / (each_byte_s - costs.copy_s_per_byte), LATENCY_S)
+    held_up_s = max(each_byte_s - costs.copy_s_per_byte, 0.1 * computing / sent)
+    return EmulatedLink(1 / held_up_s, LATENCY_S)
 
 
 def turned(costs):
@@ -59,8 +66,40 @@ def turned(costs):
     }
 
 
-def one_round(args, model, batch, seen):
-    """Time the layers, then train every row; add what was measured to `seen`."""
+def cpu_seconds():
+    """Return the CPU seconds of all processes since the start, and of this one; or None."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            fields = [int(field) for field in file.readline().split()[1:]]
+    except (OSError, ValueError):
+        return None
+    idle = fields[3] + fields[4]
+    return (sum(fields[:8]) - idle) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:2])
+
+
+def others_share(before, start):
+    """Return the share of the cores that other processes took since, or None."""
+    after = cpu_seconds()
+    if before is None or after is None:
+        return None
+    busy, own = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, busy - own) / ((time.perf_counter() - start) * os.cpu_count())
+
+
+def wait_until_quiet(args):
+    """Sleep until other processes leave the cores alone, for as long as patience lasts."""
+    until = time.perf_counter() + args.patience
+    while time.perf_counter() < until:
+        before, start = cpu_seconds(), time.perf_counter()
+        time.sleep(2.0)
+        share = others_share(before, start)
+        if share is None or share <= args.quiet / 2:
+            return
+
+
+def one_round(args, model, batch):
+    """Time the layers, then train every row; return what was measured, and the link."""
+    seen = {}
     costs = measure_costs(model, batch, world_size=args.world_size)
     link = balanced_link(model, batch, args.world_size, costs)
     for name, settings in ROWS.items():
@@ -69,8 +108,27 @@ def one_round(args, model, batch, seen):
         )
         assert got.report.largest_bytes == got.line.schedule.largest_bytes
         assert got.report.elements_sent == got.line.schedule.elements_sent()
-        seen.setdefault(name, []).append(got)
-    return link
+        seen[name] = got
+    return seen, link
+
+
+def rounds_of(args, model, batch):
+    """Measure rounds until enough were quiet; return them."""
+    kept = []
+    for number in range(1, args.tries + 1):
+        wait_until_quiet(args)
+        before, start = cpu_seconds(), time.perf_counter()
+        seen, link = one_round(args, model, batch)
+        share = others_share(before, start)
+        quiet = share is None or share <= args.quiet
+        told = "unknown" if share is None else f"{share:.0%}"
+        print(f"round {number}: link of {link.bytes_per_s / 1e6:.0f} MB/s, other processes took "
+              f"{told} of the cores{'' if quiet else '; not kept'}", flush=True)  # fmt: skip
+        if quiet:
+            kept.append(seen)
+        if len(kept) == args.rounds:
+            break
+    return kept
 
 
 def row(name, rounds):
@@ -127,24 +185,28 @@ def without_link(args, model, batch):
 def main():
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="quiet rounds to measure")
+    parser.add_argument("--tries", type=int, default=40, help="rounds at most")
+    parser.add_argument("--quiet", type=float, default=0.1, help="share of the cores of others")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=1024, help="of the global batch")
+    parser.add_argument("--samples", type=int, default=512, help="of the global batch")
     parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args()
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     print(f"{os.cpu_count()} cores{load}; {args.world_size} ranks, {args.layers} layers of width "
           f"{args.width}, {args.samples} samples")  # fmt: skip
     model, batch = work(args.width, args.layers, args.samples)
-    seen, links = {}, []
-    for _ in range(args.rounds):
-        links.append(one_round(args, model, batch, seen))
-    speeds = ", ".join(f"{link.bytes_per_s / 1e6:.0f}" for link in links)
-    print(f"emulated link of {speeds} MB/s in the {args.rounds} rounds, {LATENCY_S * 1e3:g} ms")
-    rows = [row(name, rounds) for name, rounds in seen.items()]
+    kept = rounds_of(args, model, batch)
+    if not kept:
+        sys.exit("no round was quiet; try again later, or with a larger --quiet")
+    rows = [row(name, [seen[name] for seen in kept]) for name in ROWS]
+    print(
+        f"medians of {len(kept)} rounds, on an emulated link with {LATENCY_S * 1e3:g} ms latency:"
+    )
     for told in rows:
         print(as_text(told))
     print(without_link(args, model, batch))

@@ -59,12 +59,21 @@ FOLDERS = tempfile.TemporaryDirectory(prefix="zero-nb-test-mpi-")
 atexit.register(FOLDERS.cleanup)
 
 
+def cases_of(world_size, local_ranks):
+    """Eight processes crowd two cores: there only what has most in it."""
+    if world_size // local_ranks < 8:
+        return list(mpi_cases.CASES)
+    kept = ("collectives", "uneven", "checkpoint of stage 2")
+    return [case for case in mpi_cases.CASES if case.endswith(kept)]
+
+
 @cache
 def real(world_size, local_ranks):
     """What a world of real processes answered, by case."""
     folder = Path(FOLDERS.name) / f"real {world_size} {local_ranks}"
     folder.mkdir()
-    lines = run(world_size, local_ranks, env={"TEST_FOLDER": str(folder)})
+    cases = cases_of(world_size, local_ranks)
+    lines = run(world_size, local_ranks, *cases, env={"TEST_FOLDER": str(folder)})
     return {line["case"]: line for line in lines}
 
 
@@ -82,8 +91,10 @@ each_world = pytest.mark.parametrize(("world_size", "local_ranks"), WORLDS, ids=
 # --- the same bits ---------------------------------------------------------------------------
 
 
-@each_world
-@pytest.mark.parametrize("case", mpi_cases.CASES)
+@pytest.mark.parametrize(
+    ("world_size", "local_ranks", "case"),
+    [(*world, case) for world in WORLDS for case in cases_of(*world)],
+)
 def test_real_processes_give_the_bits_and_the_log_of_simulated_ranks(world_size, local_ranks, case):
     line = real(world_size, local_ranks)[case]
     assert line["agree"], "the ranks do not agree with each other"
@@ -132,7 +143,7 @@ def broadcast_bytes(world_size, local_ranks):
 def test_bytes_given_to_mpi_are_the_bytes_logged(world_size, local_ranks):
     """Logged is what every rank sends on a ring; see [Note: what passes through MPI]."""
     lines = real(world_size, local_ranks)
-    last_case = list(mpi_cases.CASES)[-1]
+    last_case = cases_of(world_size, local_ranks)[-1]
     for after, purposes in (("collectives", PURPOSES), (last_case, PURPOSES[:3])):
         figures = lines[f"figures after {after}"]["result"]
         saved = broadcast_bytes(world_size, local_ranks)

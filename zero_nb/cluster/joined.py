@@ -1,6 +1,7 @@
 """A process's part in an MPI run: join it, and if something goes wrong end it for all."""
 
 import io
+import logging
 import os
 import sys
 import threading
@@ -153,17 +154,18 @@ def _unlink_segments():
 
 @contextmanager
 def _heard(member):
-    """Let only process 0 write to stdout, its lines marked if a launcher of ours reads them."""
+    """Let only process 0 write to stdout and log, its lines marked if our launcher reads them."""
     if member.process == 0 and not member.launched:
         yield
         return
-    before = sys.stdout
+    before, logger = sys.stdout, logging.getLogger("zero_nb")
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere if member.process else _Marked(before)
+        logger.disabled = member.process > 0
         try:
             yield
         finally:
-            sys.stdout = before
+            sys.stdout, logger.disabled = before, False
 
 
 class _Marked(io.TextIOBase):

@@ -63,7 +63,7 @@ exit $status
 
 _POLL_S = 0.02
 _GRACE_S = 0.3  # from the first sign of trouble until all who can have said what they know
-_STUCK_GRACE_S = 1.5  # the others' deadlines end a moment later
+_STUCK_GRACE_S = 1.0  # the others' deadlines end a moment later
 _START_S = 120.0  # for all processes to join
 _LINGER_S = 10.0  # from the end of the work to the end of the processes
 _TAIL_LINES = 40

@@ -272,6 +272,10 @@ def stripped(source):
             "guess = ...\ncheck('01-a', guess)",
         ),
         (
+            "cards = {'A': ..., 'B': ...}\n### BEGIN SOLUTION\ncards = 3\n### END SOLUTION",
+            "cards = {'A': ..., 'B': ...}",
+        ),
+        (
             "### BEGIN SOLUTION\na\n### END SOLUTION\nx\n  ### BEGIN SOLUTION\nb\n### END SOLUTION",
             "...\nx\n  ...",
         ),

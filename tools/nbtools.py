@@ -240,8 +240,8 @@ def _without_solutions(source: str, place: int) -> str:
             if inside == (mark == BEGIN):
                 raise ValueError(f"cell {place}: {mark!r} is not expected here")
             inside = not inside
-            # `guess = ...` before the region: the dots are already there.
-            if inside and not (kept and kept[-1].rstrip().endswith("...")):
+            # `guess = ...` or `{"a": ...}` before the region: the dots are already there.
+            if inside and not (kept and "..." in kept[-1]):
                 kept.append(line[: len(line) - len(line.lstrip())] + "...")
         elif not inside:
             kept.append(line)

@@ -3,9 +3,12 @@
     python benchmarks/overlap.py [--rounds N] [--json FILE]
 
 Layers are timed without a link; the timeline is told these times and the link, and nothing of the
-measured steps. The link is emulated: a communication thread sleeps bytes / bandwidth, then copies.
-Its bandwidth is chosen so that at stage 3 messages take as long as all computing, half of a step
-in which nothing overlaps. A row is the median over rounds of the median step.
+measured steps. A second line gives it the layer times of the measured steps themselves: what is
+left is whether it knows when messages are waited for.
+
+The link is emulated: a communication thread sleeps bytes / bandwidth, then copies. Its bandwidth is
+chosen so that at stage 3 messages take as long as all computing, half of a step in which nothing
+overlaps. A row is the median over rounds of the median step.
 
 With other work on the cores, layers take longer in one run than in the next, and nothing can be
 predicted from them. So every round says what share of the cores other processes took (on Linux),
@@ -147,6 +150,8 @@ def row(name, rounds):
         "exposed_s": median(lambda got: got.exposed_s),
         "predicted_exposed_s": median(lambda got: got.line.exposed_s),
         "hidden_of_what_can_be": median(lambda got: got.share_of_what_can_be_hidden),
+        "replayed_error": median(lambda got: got.replayed_error),
+        "replayed_hidden": median(lambda got: got.replayed_share),
         "hits": rounds[-1].report.fetches.hits,
     }
 
@@ -160,6 +165,8 @@ def as_text(told):
         f"{told['comm_s'] * 1e3:6.1f}, exposed {told['exposed_s'] * 1e3:6.1f} "
         f"(timeline {told['predicted_exposed_s'] * 1e3:6.1f})"
         + ("" if hidden is None else f"; {hidden:.0%} of what can be hidden is")
+        + f"\n{'':<29} with the layer times of the same steps {told['replayed_error']:+6.1%}"
+        + ("" if hidden is None else f"; {told['replayed_hidden']:.0%} hidden")
     )
 
 

@@ -63,12 +63,21 @@ def test_a_measured_step_and_its_timeline_are_the_same_step(stage):
     assert got.error < 0
     assert got.comm_s >= 0.99 * got.report.bytes_sent / 1e7
     assert got.hidden_s == pytest.approx(got.comm_s - got.exposed_s)
+    assert len(got.replayed) == 3
+    for line, report in got.replayed:  # what was not waited for was computed, or something else
+        assert line.compute_s == pytest.approx(report.seconds - report.exposed_s, rel=0.1)
     assert got.share_of_what_can_be_hidden is None or got.line.hidden_s > 0
 
 
 def test_the_share_is_of_what_the_line_hides():
     line = dataclasses.make_dataclass("Line", ["hidden_s", "step_s"])
-    args = {"settings": {}, "link": None, "report": None}
+    report = dataclasses.make_dataclass("Report", ["seconds", "comm_s", "exposed_s"])
+    replayed = (
+        (line(0.5, 1.1), report(1.0, 0.6, 0.2)),
+        (line(0.5, 1.2), report(1.0, 0.6, 0.3)),
+        (line(0.0, 1.0), report(1.0, 0.6, 0.6)),
+    )
+    args = {"settings": {}, "link": None, "report": None, "replayed": replayed}
 
     def overlap(**given):
         return Overlap(**args, **given)
@@ -76,6 +85,8 @@ def test_the_share_is_of_what_the_line_hides():
     got = overlap(step_s=2.0, comm_s=1.0, exposed_s=0.4, line=line(0.8, 1.9))
     assert got.share_of_what_can_be_hidden == pytest.approx(0.75)
     assert got.error == pytest.approx(-0.05)
+    assert got.replayed_error == pytest.approx(0.1)
+    assert got.replayed_share == pytest.approx(0.7)  # of two steps that could hide something
     got = overlap(step_s=2.0, comm_s=1.0, exposed_s=1.0, line=line(0.0, 2.0))
     assert got.share_of_what_can_be_hidden is None
 

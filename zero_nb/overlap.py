@@ -199,21 +199,37 @@ def measure_costs(model, batch, *, world_size, steps=5, **settings):
     tracer = Tracer(engine)
     reports = [engine.train_step(*batch) for _ in range(steps)]
     tracer.stop()
-    took = defaultdict(list)
-    for name, kind, start, stop in tracer.spans:
-        took[name, kind].append(stop - start)
-    whole = statistics.median(sum(took.pop(key)) for key in list(took) if key[1] == "training step")
-    seconds = {key: statistics.median(values) for key, values in took.items()}
-    messages = statistics.median(report.comm_s for report in reports)
-    passes = engine.optimizer.micro_batches
-    inside = passes * sum(s for (_, kind), s in seconds.items() if kind != "update")
-    update = seconds.pop(("update", "update"))
-    seconds["loss", ""] = seconds.pop(("loss", "loss"))
-    seconds["rest", ""] = max(0.0, whole - inside - update - messages)
-    for unit in engine.optimizer.units:
-        share = unit.layout.numel / engine.optimizer.numel
-        seconds["update", unit.name] = update * share * world_size
-    return Costs(seconds, messages / reports[-1].bytes_sent, _oversleep())
+    seen = _seconds_of_steps(engine, tracer)
+    seconds = {key: statistics.median(step[key] for step in seen) for key in seen[0]}
+    copies = statistics.median(report.comm_s for report in reports)
+    return Costs(seconds, copies / reports[-1].bytes_sent, _oversleep())
+
+
+def _seconds_of_steps(engine, tracer):
+    """Return what the pieces took in each traced step, as `step_work` takes them."""
+    whole = [(a, b) for _, kind, a, b in tracer.spans if kind == "training step"]
+    found = []
+    for start, stop in whole:
+        took, passes = defaultdict(float), engine.optimizer.micro_batches
+        inside = [span for span in tracer.spans if start <= span[2] and span[3] <= stop]
+        for name, kind, begin, end in inside:
+            if kind in ("forward", "backward"):
+                took[name, kind] += (end - begin) / passes
+            elif kind == "loss":
+                took["loss", ""] += (end - begin) / passes
+        ((update_start, update_stop),) = [(a, b) for _, kind, a, b in inside if kind == "update"]
+        waits = [(a, b) for a, b in tracer.waits if start <= a and b <= stop]
+        waited = sum(b - a for a, b in waits)
+        update = update_stop - update_start
+        update -= sum(b - a for a, b in waits if update_start <= a and b <= update_stop)
+        rest = stop - start - waited - update - passes * sum(took.values())
+        took["rest", ""] = max(0.0, rest)
+        size = engine.world.size if engine.optimizer.stage.number else 1
+        for unit in engine.optimizer.units:
+            share = unit.layout.numel / engine.optimizer.numel
+            took["update", unit.name] = update * share * size
+        found.append(dict(took))
+    return found
 
 
 def _oversleep(asked_s=1e-3, times=21):
@@ -238,7 +254,10 @@ class Overlap:
     step_s, comm_s, exposed_s : float
         Measured.
     line : Timeline
-        Predicted.
+        Predicted from what layers take without a link.
+    replayed : tuple of (Timeline, StepReport)
+        For each step the timeline of what layers took in that very step, and what was measured:
+        the prediction of when messages are waited for, whatever else the machine was doing.
     report : StepReport
         Of the last step.
     """
@@ -249,6 +268,7 @@ class Overlap:
     comm_s: float
     exposed_s: float
     line: Timeline
+    replayed: tuple
     report: object
 
     @property
@@ -265,6 +285,21 @@ class Overlap:
     def error(self):
         """The timeline's step time against the measured one: 0.1 is ten per cent too long."""
         return self.line.step_s / self.step_s - 1
+
+    @property
+    def replayed_error(self):
+        """The same with each step's own layer times, median."""
+        return statistics.median(line.step_s / report.seconds - 1 for line, report in self.replayed)
+
+    @property
+    def replayed_share(self):
+        """Hidden, measured over predicted, with each step's own layer times, median; or None."""
+        shares = [
+            (report.comm_s - report.exposed_s) / line.hidden_s
+            for line, report in self.replayed
+            if line.hidden_s > 1e-9
+        ]
+        return statistics.median(shares) if shares else None
 
 
 def measure_overlap(model, batch, link, costs, *, world_size, steps=7, **settings):
@@ -286,12 +321,28 @@ def measure_overlap(model, batch, link, costs, *, world_size, steps=7, **setting
     Overlap
     """
     engine = Engine(model, world=SimulatedWorld(world_size, link=link), **settings)
-    reports = [engine.train_step(*batch) for _ in range(2 + steps)][2:]
+    for _ in range(2):
+        engine.train_step(*batch)
+    tracer = Tracer(engine)
+    reports = [engine.train_step(*batch) for _ in range(steps)]
+    tracer.stop()
     samples = -(-len(batch[0]) // world_size) // engine.optimizer.micro_batches
     options = StepOptions(world_size=world_size, widened=True, **settings)
-    work = step_work(engine, samples, seconds=costs.seconds)
+    plain = costs.link(link)
+
+    def line_of(seconds):
+        return timeline(step_work(engine, samples, seconds=seconds), options, plain)
+
+    seen = _seconds_of_steps(engine, tracer)
     medians = (
         statistics.median(getattr(report, name) for report in reports)
         for name in ("seconds", "comm_s", "exposed_s")
     )
-    return Overlap(settings, link, *medians, timeline(work, options, costs.link(link)), reports[-1])
+    return Overlap(
+        settings,
+        link,
+        *medians,
+        line_of(costs.seconds),
+        tuple((line_of(took), report) for took, report in zip(seen, reports, strict=True)),
+        reports[-1],
+    )

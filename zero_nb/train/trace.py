@@ -80,6 +80,11 @@ class Tracer:
         began = self._start
         return [(transfer, start - began, stop - began) for transfer, start, stop in self._messages]
 
+    @property
+    def waits(self):
+        """When somebody stood still for a message: a list of (start, stop)."""
+        return [(start - self._start, stop - self._start) for start, stop in self._waits]
+
     def _listen(self, event):
         """Note the memory after a ledger event."""
         by_rank = self._engine.ledger.bytes_by_rank(event.kind)
@@ -107,10 +112,7 @@ class Tracer:
             (name if name == kind else f"{kind} {name}", kind, COMPUTE_LANE, start, stop, {})
             for name, kind, start, stop in self.spans
         ]
-        spans += [
-            ("wait", "wait", COMPUTE_LANE, start - self._start, stop - self._start, {})
-            for start, stop in self._waits
-        ]
+        spans += [("wait", "wait", COMPUTE_LANE, start, stop, {}) for start, stop in self.waits]
         spans += [
             (
                 f"{transfer.collective} {transfer.label}",

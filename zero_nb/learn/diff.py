@@ -58,7 +58,10 @@ class StageDiff:
                 style = "text-decoration: none; font-weight: bold"
                 text = f'<{tag} style="{style}">{text}</{tag}>'
             body.append(text)
-        return f"<p>{html.escape(self._title())}</p><pre>{chr(10).join(body)}</pre>"
+        lines = chr(10).join(body)
+        return (
+            f'<p>{html.escape(self._title())}</p><pre style="font-family: monospace">{lines}</pre>'
+        )
 
 
 def show_diff(before, after_stage, *, after=None, whole=False):

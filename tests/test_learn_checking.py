@@ -339,6 +339,15 @@ def test_the_record_keeps_the_best_and_counts_tries(clean):
     assert "kept in score.json" in repr(score_card())
 
 
+def test_the_record_also_knows_of_the_test_and_of_what_is_no_longer_there(clean):
+    entry = {"status": "guessed", "tries": 1}
+    clean.write_text(json.dumps({"exercises": {"test-A": entry, "98-z": entry}}))
+    assert repr(score_card()).splitlines()[1:] == [
+        "  98-z  guessed        ",
+        "  test-A  guessed        Answer the test",
+    ]
+
+
 def test_the_record_holds_no_answer_no_name_and_no_date(clean):
     check("99-a", double)
     assert json.loads(clean.read_text()) == {

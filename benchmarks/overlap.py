@@ -3,8 +3,8 @@
     python benchmarks/overlap.py [--rounds N] [--json FILE]
 
 Layers are timed without a link; the timeline is told these times and the link, and nothing of the
-measured steps. A second line gives it the layer times of the measured steps themselves: what is
-left is whether it knows when messages are waited for.
+measured steps. A second line gives it what layers and messages took in the measured steps
+themselves: what is left is whether it knows when messages are waited for.
 
 The link is emulated: a communication thread sleeps bytes / bandwidth, then copies. Its bandwidth is
 chosen so that at stage 3 messages take as long as all computing, half of a step in which nothing
@@ -165,7 +165,7 @@ def as_text(told):
         f"{told['comm_s'] * 1e3:6.1f}, exposed {told['exposed_s'] * 1e3:6.1f} "
         f"(timeline {told['predicted_exposed_s'] * 1e3:6.1f})"
         + ("" if hidden is None else f"; {hidden:.0%} of what can be hidden is")
-        + f"\n{'':<29} with the layer times of the same steps {told['replayed_error']:+6.1%}"
+        + f"\n{'':<29} with the times of the same steps {told['replayed_error']:+6.1%}"
         + ("" if hidden is None else f"; {told['replayed_hidden']:.0%} hidden")
     )
 

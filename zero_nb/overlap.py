@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zero_nb.cluster.simulated import EmulatedLink, SimulatedWorld
 from zero_nb.theory.own_engine import gpt_kept_bytes
 from zero_nb.theory.schedule import LayerWork, StepOptions, StepWork, UnitSize, schedule
-from zero_nb.theory.timeline import Link, Timeline, timeline
+from zero_nb.theory.timeline import Link, Timeline, lay_out, timeline
 from zero_nb.train.engine import Engine
 from zero_nb.train.trace import COMM_LANE, COMPUTE_LANE, Tracer, chrome_trace
 
@@ -256,8 +256,8 @@ class Overlap:
     line : Timeline
         Predicted from what layers take without a link.
     replayed : tuple of (Timeline, StepReport)
-        For each step the timeline of what layers took in that very step, and what was measured:
-        the prediction of when messages are waited for, whatever else the machine was doing.
+        For each step the timeline of what layers and messages took in that very step, and what
+        was measured: the prediction of when messages are waited for, whatever else the machine did.
     report : StepReport
         Of the last step.
     """
@@ -288,12 +288,12 @@ class Overlap:
 
     @property
     def replayed_error(self):
-        """The same with each step's own layer times, median."""
+        """The same with each step's own times, median."""
         return statistics.median(line.step_s / report.seconds - 1 for line, report in self.replayed)
 
     @property
     def replayed_share(self):
-        """Hidden, measured over predicted, with each step's own layer times, median; or None."""
+        """Hidden, measured over predicted, with each step's own times, median; or None."""
         shares = [
             (report.comm_s - report.exposed_s) / line.hidden_s
             for line, report in self.replayed
@@ -328,12 +328,14 @@ def measure_overlap(model, batch, link, costs, *, world_size, steps=7, **setting
     tracer.stop()
     samples = -(-len(batch[0]) // world_size) // engine.optimizer.micro_batches
     options = StepOptions(world_size=world_size, widened=True, **settings)
-    plain = costs.link(link)
-
-    def line_of(seconds):
-        return timeline(step_work(engine, samples, seconds=seconds), options, plain)
-
-    seen = _seconds_of_steps(engine, tracer)
+    work = step_work(engine, samples, seconds=costs.seconds)
+    replayed = []
+    for seconds, report in zip(_seconds_of_steps(engine, tracer), reports, strict=True):
+        step = schedule(step_work(engine, samples, seconds=seconds), options)
+        latency_s = link.latency_s + costs.oversleep_s
+        each_byte_s = (report.comm_s - len(step.sends) * latency_s) / report.bytes_sent
+        own = Link(1 / max(each_byte_s, 1 / link.bytes_per_s), latency_s)
+        replayed.append((lay_out(step, own), report))
     medians = (
         statistics.median(getattr(report, name) for report in reports)
         for name in ("seconds", "comm_s", "exposed_s")
@@ -342,7 +344,7 @@ def measure_overlap(model, batch, link, costs, *, world_size, steps=7, **setting
         settings,
         link,
         *medians,
-        line_of(costs.seconds),
-        tuple((line_of(took), report) for took, report in zip(seen, reports, strict=True)),
+        timeline(work, options, costs.link(link)),
+        tuple(replayed),
         reports[-1],
     )

@@ -16,6 +16,7 @@ from zero_nb.cluster.simulated import EmulatedLink, SimulatedWorld
 from zero_nb.cluster.world import Pending, World
 from zero_nb.config import UsageError
 from zero_nb.core.precision import BFLOAT16, FLOAT32
+from zero_nb.theory.schedule import LayerWork, StepOptions, StepWork, UnitSize, schedule
 from zero_nb.train.engine import Engine
 from zero_nb.train.model import GPT, GPTConfig
 from zero_nb.train.optim import AdamW
@@ -278,6 +279,33 @@ def test_a_persistent_unit_is_never_fetched():
     # Thresholds are compared with parameters, without padding.
     opt, _ = small(param_persistence_threshold=7)
     assert [unit.persistent for unit in opt.units] == [False, False, False, True]
+
+
+def test_a_unit_without_elements_is_served_without_a_message():
+    opt = ZeROOptimizer(
+        {"a": np.ones(4, F32), "nothing": np.ones((0, 3), F32), "b": np.ones(6, F32)},
+        units={"a": ["a"], "nothing": ["nothing"], "b": ["b"]}, stage=3, world_size=2,
+    )  # fmt: skip
+    prefetcher = Prefetcher(opt, prefetch_bucket_size=1, max_reuse_distance=1)
+    for _ in range(2):
+        opt.world.log.clear()
+        prefetcher.begin_step()
+        for unit in (*opt.units, *reversed(opt.units)):
+            shapes = {name: array.shape for name, array in prefetcher.fetch(unit).items()}
+            prefetcher.release(unit, forward=unit is not opt.units[0])
+        prefetcher.end_step()
+    assert shapes == {"a": (2, 4)}
+    sent = [t.label for t in opt.world.log.transfers]
+    assert sent == ["a", "b", "a"]  # the gather of b is for both passes
+    work = StepWork(
+        (UnitSize("a", 4), UnitSize("nothing", 0), UnitSize("b", 6)),
+        tuple(LayerWork(name, (name,)) for name in ("a", "nothing", "b")),
+    )
+    step = schedule(work, StepOptions(3, 2, prefetch_bucket_size=1, max_reuse_distance=1))
+    assert [send.name for send in step.sends if send.collective == "all_gather"] == sent
+    assert (step.hits, step.misses, step.kept) == tuple(
+        getattr(prefetcher.counts, name) for name in ("hits", "misses", "kept")
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -15,6 +15,12 @@ A unit is live while it is gathered, from the moment its gather is issued. ``uns
 those of the live units: the one computing, those prefetched, and those kept for their next use.
 Everything is issued, waited for and dropped at places that the order alone decides, so bytes do
 not depend on timing.
+
+[Note: how far ahead]
+One unit ahead hides a gather behind the unit before it; more helps only where some gathers take
+longer than that. Units are sent for in the order of the trace as soon as they are not live: who
+looks over the turn gathers for the backward pass what the forward pass has just dropped, and so
+what is needed last comes first.
 """
 
 import math

@@ -94,7 +94,7 @@ def predicted_step(engine, batch, **settings):
     ----------
     engine : Engine
     batch : int
-        Samples of the global batch.
+        Samples of the global batch; bytes are exact if it divides among micro-batches.
     **settings
         What the engine was made with, by the names of `zero_nb.theory.schedule.StepOptions`.
 

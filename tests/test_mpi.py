@@ -338,6 +338,24 @@ def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
+def _wait_for_addresses(namespace, seconds=10):
+    """Return once the cable carries and no address is tentative any more.
+
+    An address of IPv6 is, for a second or two, until the neighbours were asked for it; UCX finds
+    such a host unreachable.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        shown = subprocess.run(
+            ["ip", "-n", namespace, "addr", "show", "dev", "wire"],
+            check=True, capture_output=True, text=True, timeout=20,
+        ).stdout  # fmt: skip
+        if "state UP" in shown and "tentative" not in shown:
+            return
+        time.sleep(0.1)
+    pytest.skip(f"the virtual cable did not come up within {seconds} s: {shown}")
+
+
 @pytest.fixture
 def hosts():
     """Two network namespaces joined by a virtual cable; gone afterwards."""
@@ -363,6 +381,8 @@ def hosts():
             ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "wire")
             ip("-n", namespace, "link", "set", "lo", "up")
             ip("-n", namespace, "link", "set", "wire", "up")
+        for namespace in names:
+            _wait_for_addresses(namespace)
         yield names
     finally:
         for namespace in made:

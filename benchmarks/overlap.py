@@ -2,13 +2,15 @@
 
     python benchmarks/overlap.py [--rounds N] [--json FILE]
 
-Layers are timed without a link; the timeline is told these times and the link, and nothing of the
-measured steps. A second line gives it what layers and messages took in the measured steps
-themselves: what is left is whether it knows when messages are waited for.
+For each stage, layers are timed in a run of their own in which nothing overlaps; the timeline is
+told these times and the link, and nothing of the measured steps. A second line gives it what layers
+and messages took in the measured steps themselves: what is left is whether it knows when messages
+are waited for.
 
 The link is emulated: a communication thread sleeps bytes / bandwidth, then copies. Its bandwidth is
 chosen so that at stage 3 messages take as long as all computing, half of a step in which nothing
-overlaps. A row is the median over rounds of the median step.
+overlaps. One thread computes, so that on two cores the other one is free to communicate, as a
+device's network card is. A row is the median over rounds of the median step.
 
 With other work on the cores, layers take longer in one run than in the next, and nothing can be
 predicted from them. So every round says what share of the cores other processes took (on Linux),
@@ -22,14 +24,19 @@ import os
 import statistics
 import sys
 import time
+from unittest.mock import patch
 
+import numba
 import numpy as np
 
 from zero_nb.cluster.simulated import EmulatedLink, SimulatedWorld
-from zero_nb.overlap import measure_costs, measure_overlap
+from zero_nb.overlap import measure_costs, measure_overlap, step_work
+from zero_nb.theory.schedule import StepOptions
+from zero_nb.theory.timeline import timeline
 from zero_nb.train.engine import Engine
 from zero_nb.train.model import MLP, MLPConfig
 
+CORES = os.cpu_count() or 1
 LATENCY_S = 2e-4
 ROWS = {
     "stage 1": {"stage": 1},
@@ -49,24 +56,21 @@ def work(width, layers, samples):
     return MLP(MLPConfig((width,) * (layers + 1))), (inputs, targets)
 
 
-def balanced_link(model, batch, world_size, costs):
+def balanced_link(model, batch, world_size):
     """Return the link on which stage 3's messages take as long as all computing."""
-    sent = Engine(model, world_size=world_size, stage=3).train_step(*batch).bytes_sent
-    messages = 3 * len(model.layers)
-    computing = sum(
-        s / world_size if kind == "update" else s for (kind, _), s in turned(costs).items()
-    )
-    each_byte_s = (computing - messages * (LATENCY_S + costs.oversleep_s)) / sent
-    held_up_s = max(each_byte_s - costs.copy_s_per_byte, 0.1 * computing / sent)
-    return EmulatedLink(1 / held_up_s, LATENCY_S)
-
-
-def turned(costs):
-    """Return costs by (kind, name): updates have the kind first, layers the name."""
-    return {
-        (key if key[0] in ("update", "loss", "rest") else key[::-1]): s
-        for key, s in costs.seconds.items()
-    }
+    link = EmulatedLink(1e9, LATENCY_S)
+    for _ in range(2):  # how fast is computed depends on how long is waited
+        costs = measure_costs(model, batch, world_size=world_size, link=link)
+        engine = Engine(model, world_size=world_size, stage=3)
+        sent, line = engine.train_step(*batch).bytes_sent, costs.link(link)
+        computing = timeline(
+            step_work(engine, len(batch[0]) // world_size, seconds=costs.seconds),
+            StepOptions(3, world_size), line,
+        ).compute_s  # fmt: skip
+        held_up_s = computing - 3 * len(model.layers) * line.latency_s
+        each_byte_s = max(held_up_s / sent - costs.copy_s_per_byte, 0.1 * computing / sent)
+        link = EmulatedLink(1 / each_byte_s, LATENCY_S)
+    return link
 
 
 def cpu_seconds():
@@ -86,7 +90,7 @@ def others_share(before, start):
     if before is None or after is None:
         return None
     busy, own = (b - a for a, b in zip(before, after, strict=True))
-    return max(0.0, busy - own) / ((time.perf_counter() - start) * os.cpu_count())
+    return max(0.0, busy - own) / ((time.perf_counter() - start) * CORES)
 
 
 def wait_until_quiet(args):
@@ -103,12 +107,18 @@ def wait_until_quiet(args):
 def one_round(args, model, batch):
     """Time the layers, then train every row; return what was measured, and the link."""
     seen = {}
-    costs = measure_costs(model, batch, world_size=args.world_size)
-    link = balanced_link(model, batch, args.world_size, costs)
+    link = balanced_link(model, batch, args.world_size)
+    costs = {
+        stage: measure_costs(
+            model, batch, world_size=args.world_size, stage=stage, link=link, steps=args.steps
+        )
+        for stage in (1, 2, 3)
+    }
     for name, settings in ROWS.items():
         got = measure_overlap(
-            model, batch, link, costs, world_size=args.world_size, steps=args.steps, **settings
-        )
+            model, batch, link, costs[settings["stage"]], world_size=args.world_size,
+            steps=args.steps, **settings,
+        )  # fmt: skip
         assert got.report.largest_bytes == got.line.schedule.largest_bytes
         assert got.report.elements_sent == got.line.schedule.elements_sent()
         seen[name] = got
@@ -204,10 +214,12 @@ def main():
     parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args()
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    print(f"{os.cpu_count()} cores{load}; {args.world_size} ranks, {args.layers} layers of width "
+    print(f"{CORES} cores{load}; {args.world_size} ranks, {args.layers} layers of width "
           f"{args.width}, {args.samples} samples")  # fmt: skip
     model, batch = work(args.width, args.layers, args.samples)
-    kept = rounds_of(args, model, batch)
+    numba.set_num_threads(1)
+    with patch("os.cpu_count", return_value=1):  # threads that compute ranks side by side
+        kept = rounds_of(args, model, batch)
     if not kept:
         sys.exit("no round was quiet; try again later, or with a larger --quiet")
     rows = [row(name, [seen[name] for seen in kept]) for name in ROWS]

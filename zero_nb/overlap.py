@@ -144,7 +144,7 @@ def chrome_of(line, rank=0):
 
 @dataclass(frozen=True)
 class Costs:
-    """What an engine's pieces take on this machine, measured without a link.
+    """What an engine's pieces take on this machine, measured where nothing overlaps.
 
     Attributes
     ----------
@@ -176,17 +176,20 @@ class Costs:
         return Link(1 / each_byte_s, emulated.latency_s + self.oversleep_s)
 
 
-def measure_costs(model, batch, *, world_size, steps=5, **settings):
-    """Measure how long an engine's pieces take, at stage 3 and without a link.
+def measure_costs(model, batch, *, world_size, stage=3, link=None, steps=5, **settings):
+    """Measure how long an engine's pieces take in steps in which nothing overlaps.
 
     Parameters
     ----------
     model : Model
     batch : tuple of ndarray
         Inputs and targets of the global batch.
-    world_size : int
+    world_size, stage : int
+    link : EmulatedLink, optional
+        Many machines compute slower if they never pause; with the link that will be measured on,
+        they pause as they will then.
     steps : int
-        Over which medians are taken; one more comes before, to warm up.
+        Over which medians are taken; two more come before, to warm up.
     **settings
         For `Engine`: precision, units, ...
 
@@ -194,15 +197,20 @@ def measure_costs(model, batch, *, world_size, steps=5, **settings):
     -------
     Costs
     """
-    engine = Engine(model, world=SimulatedWorld(world_size), stage=3, **settings)
-    engine.train_step(*batch)
+    engine = Engine(model, world=SimulatedWorld(world_size, link=link), stage=stage, **settings)
+    for _ in range(2):
+        engine.train_step(*batch)
     tracer = Tracer(engine)
     reports = [engine.train_step(*batch) for _ in range(steps)]
     tracer.stop()
     seen = _seconds_of_steps(engine, tracer)
     seconds = {key: statistics.median(step[key] for step in seen) for key in seen[0]}
-    copies = statistics.median(report.comm_s for report in reports)
-    return Costs(seconds, copies / reports[-1].bytes_sent, _oversleep())
+    oversleep_s, held_up_s = _oversleep(), 0.0
+    if link is not None:
+        sent = [t for t in engine.world.log.transfers if t.purpose in ("param", "grad")]
+        held_up_s = sum(link.seconds(transfer) + oversleep_s for transfer in sent)
+    copies_s = statistics.median(report.comm_s for report in reports) - held_up_s
+    return Costs(seconds, max(0.0, copies_s) / max(1, reports[-1].bytes_sent), oversleep_s)
 
 
 def _seconds_of_steps(engine, tracer):
@@ -254,7 +262,7 @@ class Overlap:
     step_s, comm_s, exposed_s : float
         Measured.
     line : Timeline
-        Predicted from what layers take without a link.
+        Predicted from what layers take where nothing overlaps.
     replayed : tuple of (Timeline, StepReport)
         For each step the timeline of what layers and messages took in that very step, and what
         was measured: the prediction of when messages are waited for, whatever else the machine did.

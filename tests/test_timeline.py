@@ -3,6 +3,7 @@
 Both are given the same options and know nothing of each other: the schedule is written from sizes.
 """
 
+import itertools
 import random
 from functools import cache
 
@@ -79,13 +80,13 @@ def compared(model, batch, samples, *, units="block", frozen=(), world=None, **o
 def test_every_byte_and_element_of_a_step_is_predicted(stage, precision, micro_batches):
     """Each kind at its largest, the peak of their sum, and what is sent; buckets or not."""
     batch = gpt_batches(1, size=8 * micro_batches)[0]
-    for bucket in (None, 1000, 10**6):
-        for overlap in (False, True):
-            measured, predicted, _ = compared(
-                gpt(), batch, 2, stage=stage, precision=precision, micro_batches=micro_batches,
-                reduce_bucket_size=bucket, overlap_comm=overlap,
-            )  # fmt: skip
-            assert measured == predicted, (bucket, overlap)
+    ways = itertools.product((None, 1000, 10**6), (False, True)) if stage > 1 else [(1000, True)]
+    for bucket, overlap in ways:
+        measured, predicted, _ = compared(
+            gpt(), batch, 2, stage=stage, precision=precision, micro_batches=micro_batches,
+            reduce_bucket_size=bucket, overlap_comm=overlap,
+        )  # fmt: skip
+        assert measured == predicted, (bucket, overlap)
 
 
 SPANNING = (
@@ -125,7 +126,7 @@ def drawn_options(rng):
 @pytest.mark.parametrize("seed", range(5))
 def test_stage_3_with_any_options_tied_frozen_and_mixed_units_is_predicted(seed):
     rng = random.Random(seed)
-    for _ in range(12):
+    for _ in range(10):
         model, options = drawn_options(rng)
         batch = gpt_batches(1, size=2 * options["world_size"] * options["micro_batches"])[0]
         measured, predicted, _ = compared(model, batch, 2, **options)

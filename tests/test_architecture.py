@@ -259,12 +259,12 @@ def test_no_tracked_file_names_one_machine_or_a_registry():
 @pytest.mark.parametrize(
     "text",
     [
-        "open('/ro" "ot/x')",  # in two pieces: this file is tracked, too
-        "see /wo" "rk/notes.md",
+        "open('/root/x')",  # in two pieces: this file is tracked, too
+        "see /work/notes.md",
         "cd /home/bob/project",
         "--index-url https://example.org/simple",
-        "https://files.python" "hosted.org/packages/a.whl",
-        "pip_find_links = file" ":///some/where",
+        "https://files.pythonhosted.org/packages/a.whl",
+        "pip_find_links = file:///some/where",
     ],
 )
 def test_such_a_name_would_be_seen(text):

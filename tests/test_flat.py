@@ -290,9 +290,7 @@ def test_runs_visit_each_real_element_once_and_no_padding(world_size, place):
     flat[layout.numel :] = SENTINEL
     own[...] = flat.reshape(world_size, -1)
     buffer = full if place == "full_own" else own.copy()
-    runs = run_table(
-        layout, ranks, placements={"GRAD": place}, hyper_of=range(len(layout.names))
-    )
+    runs = run_table(layout, ranks, placements={"GRAD": place}, hyper_of=range(len(layout.names)))
     visited = [buffer.reshape(-1)[r[GRAD] : r[GRAD] + r[NUMEL]] for r in runs]
     assert np.concatenate(visited).tolist() == list(range(layout.numel))
 

@@ -129,9 +129,7 @@ def test_parallel_kernels_run_one_at_a_time(monkeypatch):
         threading.Event().wait(0.005)
         inside.pop()
 
-    threads = [
-        threading.Thread(target=kernels.launch, args=(None, kernel, 1)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=kernels.launch, args=(None, kernel, 1)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

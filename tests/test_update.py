@@ -154,9 +154,7 @@ def test_the_formulas_agree_with_float64():
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         p -= 1e-2 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
         hyper = adam_hyper(1e-2, (0.9, 0.999), 1e-8, 0.1, step)[None]
-        adam_update(
-            target, g.astype(np.float32), exp_avg, exp_avg_sq, runs, hyper, decoupled=True
-        )
+        adam_update(target, g.astype(np.float32), exp_avg, exp_avg_sq, runs, hyper, decoupled=True)
     np.testing.assert_allclose(target, p, atol=2e-6)  # 30 float32 steps of at most 1e-2
 
 

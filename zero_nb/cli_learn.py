@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
         Whoever runs it turns a `UsageError` into one line and a status that is not 0.
     """
     app.command("grade", epilog="Example: zero-nb grade handed-in --out marks.csv")(_grade)
-    app.command("quiz", epilog="Example: zero-nb quiz --notebook 04 --form B")(_quiz)
+    app.command("quiz", epilog="Example: zero-nb quiz --keys --out quiz_keys.md")(_quiz)
 
 
 def _grade(
@@ -68,18 +68,29 @@ def _quiz(
     ] = None,
     form: Annotated[str | None, typer.Option(help="A, B or C; all if not given.")] = None,
     gift: Annotated[bool, typer.Option("--gift", help="For import into Moodle.")] = False,
-    key: Annotated[bool, typer.Option("--key", help="Add the right answers at the end.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", "--key", help="The teacher's edition: keys and feedback.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
 ):
-    """Print the questions of the course: for paper, or for Moodle (--gift)."""
+    """Print the questions of the course: for paper, with keys (--keys), or for Moodle (--gift)."""
     from zero_nb.learn import questions
 
+    if gift and keys:
+        raise UsageError("give --keys or --gift, not both: a GIFT file has the right answers in it")
     chosen = questions.select(notebook, form)
-    text = questions.gift(chosen) if gift else questions.sheet(chosen, key=key)
+    write = questions.gift if gift else questions.teachers_edition if keys else questions.sheet
+    text = write(chosen)
     if out is None:
         sys.stdout.write(text)
     elif out.is_dir():
         raise UsageError(f"--out {out} is a folder; give a file")
     else:
-        out.write_text(text, encoding="utf-8")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"--out {out} cannot be written ({error.strerror}); give a file in a folder that "
+                "exists and is yours"
+            ) from error
         sys.stdout.write(f"{out}\n")

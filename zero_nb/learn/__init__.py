@@ -9,7 +9,7 @@ from zero_nb.learn.diff import show_diff
 from zero_nb.learn.exercise import FunctionExercise, RankExercise, ValueExercise, Wrong
 from zero_nb.learn.limits import NotYet, traced_peak
 from zero_nb.learn.predict import Mistake, Prediction, compare_guess, reveal
-from zero_nb.learn.questions import pretest, quiz
+from zero_nb.learn.questions import posttest, pretest, quiz
 from zero_nb.learn.ranks import Receive, Send, run_ranks
 from zero_nb.learn.words import glossary, glossary_terms, term
 
@@ -28,6 +28,7 @@ __all__ = [
     "glossary",
     "glossary_terms",
     "hint",
+    "posttest",
     "pretest",
     "quiz",
     "reset_score",

@@ -3,7 +3,8 @@
 The bank is ``quiz.yaml``, which also says how its entries are written, and one ``quiz_NN.yaml`` a
 notebook. Every question has three
 parallel forms: the same idea with other numbers. Notebooks show form A of their own questions; a
-pre-test and a post-test are two forms of a set of their own.
+pre-test and a post-test are two forms of a set of their own. What a teacher needs to go through
+them with a class is in `teachers_edition`.
 """
 
 import html
@@ -25,15 +26,19 @@ __all__ = [
     "bank",
     "entries",
     "gift",
+    "misconceptions",
+    "posttest",
     "pretest",
     "quiz",
     "select",
     "sheet",
+    "teachers_edition",
 ]
 
 FORMS = ("A", "B", "C")
 PRETEST = "test"
 """The notebook under which the bank keeps the questions of the pre-test and post-test."""
+_TESTS = {"A": ", for before the course", "B": ", for after the course"}
 
 
 @final
@@ -273,12 +278,12 @@ class TestOutcome:
 
 
 def pretest(form="A", answers=...):
-    """Show the test before (or after) the course, or say how it went.
+    """Show the test before the course, or say how it went; `posttest` is its twin.
 
     Parameters
     ----------
     form : str
-        One of `FORMS`: A before the course, B after it.
+        One of `FORMS`: A before the course.
     answers : str, optional
         One letter a question, such as ``"abcabc"``. Letters may have blanks between them.
 
@@ -308,34 +313,102 @@ def pretest(form="A", answers=...):
     return TestOutcome(text)
 
 
-def sheet(questions, *, key=False):
-    """Write questions for paper.
+def posttest(form="B", answers=...):
+    """Show the test after the course, or say how it went.
+
+    A parallel form of `pretest`: the same ideas with other numbers, so other answers.
+
+    Parameters
+    ----------
+    form : str
+        One of `FORMS`: B after the course, C for whoever writes it later.
+    answers : str, optional
+        One letter a question, such as ``"abcabc"``. Letters may have blanks between them.
+
+    Returns
+    -------
+    Quiz or TestOutcome
+        See `pretest`. Never raises for any `answers`.
+    """
+    return pretest(form, answers)
+
+
+def sheet(questions):
+    """Write questions for paper; their keys are in `teachers_edition`.
 
     Parameters
     ----------
     questions : sequence of Question
-    key : bool
-        Add the letters of the right answers at the end, for the teacher.
 
     Returns
     -------
     str
         A part for each notebook and form.
     """
-    lines, letters, part = [], [], None
-    for question in sorted(questions, key=lambda q: (q.notebook, q.form, q.name)):
-        if (question.notebook, question.form) != part:
-            part = (question.notebook, question.form)
-            where = "Test" if question.notebook == PRETEST else f"Notebook {question.notebook}"
-            lines += [f"{where}, form {question.form}", ""]
-            number = 0
-        number += 1
-        lines.append(f"{number}. {question.stem}")
-        lines += [f"   [ ] {letter}) {o.text}" for letter, o in _lettered(question)] + [""]
-        letters.append(f"{question.notebook} {question.form} {number}: {question.letter}")
-    if key:
-        lines += ["Right answers", "", *letters, ""]
+    lines = []
+    for (notebook, form), part in _parts(questions):
+        lines += [f"{_title(notebook)}, form {form}", ""]
+        for number, question in enumerate(part, 1):
+            lines.append(f"{number}. {question.stem}")
+            lines += [f"   [ ] {letter}) {o.text}" for letter, o in _lettered(question)] + [""]
     return "\n".join(lines)
+
+
+def teachers_edition(questions):
+    """Write questions with their keys, for the teacher, as Markdown.
+
+    Parameters
+    ----------
+    questions : sequence of Question
+
+    Returns
+    -------
+    str
+        The parts of `sheet` in the same order with the same numbers and letters. Each begins with
+        its key. Below each question are the misconception it asks about and, for each option,
+        what choosing it says.
+    """
+    lines = [
+        "# Questions with their keys",
+        "",
+        "For the teacher: do not hand out. Numbers and letters are those of the sheets that",
+        "`zero-nb quiz` prints. Codes such as M9 name misconceptions; the list is at the end.",
+        "",
+    ]
+    for (notebook, form), part in _parts(questions):
+        extra = _TESTS.get(form, "") if notebook == PRETEST else ""
+        keys = " · ".join(f"{number} {question.letter}" for number, question in enumerate(part, 1))
+        lines += [f"## {_title(notebook)}, form {form}{extra}", "", f"Key: {keys}", ""]
+        for number, question in enumerate(part, 1):
+            where = f", answered in notebook {question.source}" if notebook == PRETEST else ""
+            lines += [f"**{number}.** {question.stem}", f"*({question.code}{where})*", ""]
+            for letter, option in _lettered(question):
+                text = f"**{option.text}** (right)" if option.right else option.text
+                lines.append(f"- {letter}) {text}: *{option.feedback}*")
+            lines.append("")
+    lines += ["## The misconceptions", ""]
+    asked = {question.code for question in questions}
+    lines += [f"- {code}: {text}" for code, text in misconceptions().items() if code in asked]
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def misconceptions():
+    """Return the misconceptions of the course (dict of str to str): a sentence for each code."""
+    return {entry["code"]: entry["text"] for entry in read_yaml("misconceptions")}
+
+
+def _parts(questions):
+    """Questions by notebook and form, in this order: what is printed together."""
+    parts = {}
+    for question in sorted(questions, key=lambda q: (q.notebook, q.form, q.name)):
+        parts.setdefault((question.notebook, question.form), []).append(question)
+    return parts.items()
+
+
+def _title(notebook):
+    """How a part of the bank is called on paper."""
+    return "Test" if notebook == PRETEST else f"Notebook {notebook}"
 
 
 def _lettered(question):

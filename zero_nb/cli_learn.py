@@ -69,7 +69,7 @@ def _quiz(
     form: Annotated[str | None, typer.Option(help="A, B or C; all if not given.")] = None,
     gift: Annotated[bool, typer.Option("--gift", help="For import into Moodle.")] = False,
     keys: Annotated[
-        bool, typer.Option("--keys", "--key", help="The teacher's edition: keys and feedback.")
+        bool, typer.Option("--keys", help="The teacher's edition: keys and feedback.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
 ):

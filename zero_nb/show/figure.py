@@ -14,11 +14,14 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from zero_nb.show.style import house_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
@@ -43,8 +46,8 @@ class Figure:
     ----------
     png
         The picture in pixels.
-    svg
-        The same picture in lines; deterministic for one version of matplotlib.
+    lines
+        The same picture as SVG, or what draws it: see `svg`.
     alt
         One or more sentences that say what a reader should see in it.
     data
@@ -62,7 +65,7 @@ class Figure:
     """
 
     png: bytes
-    svg: str
+    lines: str | Callable[[], str]
     alt: str
     data: Mapping[str, Any]
     width: int = 800
@@ -82,6 +85,14 @@ class Figure:
             )
         object.__setattr__(self, "alt", alt)
         object.__setattr__(self, "data", _frozen("data", self.data))
+
+    @cached_property
+    def svg(self) -> str:
+        """The picture in lines; deterministic for one version of matplotlib.
+
+        Drawn when it is first asked for: it takes as long as the PNG, and a notebook shows that.
+        """
+        return self.lines() if callable(self.lines) else self.lines
 
     def __repr__(self) -> str:
         """The sentence: what a text-only page shows, and what the notebook tests compare."""
@@ -150,20 +161,20 @@ def render(fig: Sheet, alt: str, data: Mapping[str, Any], *, dpi: int = 120) -> 
     -------
     Figure
     """
-    import matplotlib
-
     width = round(fig.get_figwidth() * 100)
     # A first Figure without pixels, so that bad words or numbers are refused before any drawing.
     words = Figure(b"", "", alt, data, width)
-    png, svg = io.BytesIO(), io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "zero-nb", "svg.fonttype": "path"}):
-        fig.savefig(
-            png, format="png", dpi=dpi, metadata={"Software": None, "Description": words.alt}
-        )
+    png = io.BytesIO()
+    fig.savefig(png, format="png", dpi=dpi, metadata={"Software": None, "Description": words.alt})
+    return Figure(png.getvalue(), partial(_drawn_in_lines, fig, words.alt), alt, data, width)
+
+
+def _drawn_in_lines(fig: Sheet, alt: str) -> str:
+    """Draw as SVG, in the style in which the pixels were drawn."""
+    svg = io.BytesIO()
+    with house_style():
         fig.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return Figure(
-        png.getvalue(), _spoken(svg.getvalue().decode("utf-8"), words.alt), alt, data, width
-    )
+    return _spoken(svg.getvalue().decode("utf-8"), alt)
 
 
 def write_manifest(directory: str | os.PathLike[str], figures: Mapping[str, Figure]) -> Path:

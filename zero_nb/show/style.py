@@ -28,6 +28,7 @@ __all__ = [
     "Look",
     "bytes_axis",
     "format_bytes",
+    "house_style",
     "label_bar",
     "label_line",
     "rank_look",
@@ -175,6 +176,15 @@ def format_bytes(count: float, *, binary: bool = False) -> str:
 
 
 @contextmanager
+def house_style() -> Iterator[None]:
+    """Draw in the house style, within the ``with`` block only."""
+    import matplotlib
+
+    with matplotlib.rc_context(_RC):
+        yield
+
+
+@contextmanager
 def sheet(
     width: float = 8.0, height: float = 4.5, nrows: int = 1, ncols: int = 1, **subplots: Any
 ) -> Iterator[tuple[Sheet, Any]]:
@@ -197,11 +207,10 @@ def sheet(
     fig : matplotlib.figure.Figure
     axes : matplotlib.axes.Axes or array of them
     """
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
-    with matplotlib.rc_context(_RC):
+    with house_style():
         fig = Sheet(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(fig)
         yield fig, fig.subplots(nrows, ncols, **subplots)

@@ -37,7 +37,9 @@ def main(directory, stage, world_size):
         train(opt, 1)
         layout = checkpoint.LAYOUTS[opt.steps_done % 2]
         checkpoint.save(opt, directory, layout=layout, extra={"step": opt.steps_done})
-        print("saved", opt.steps_done, flush=True)
+        # One write, so that no kill comes in the middle of a line, buffered or not.
+        sys.stdout.write(f"saved {opt.steps_done}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -631,6 +631,7 @@ def kill_savers(directory, times, rng, twin):
             saver.kill()  # SIGKILL, TerminateProcess on Windows
             said += saver.stdout.read().splitlines()
             saver.wait()
+            assert said[-1].startswith("saved "), f"ended by itself: {saver.returncode}, {said}"
             last = int(said[-1].split()[1])
             interrupted += any(
                 name.startswith((".saving", ".pruned")) for name in names_in(directory)

@@ -50,13 +50,14 @@ def adam_hyper(lr, betas, eps, weight_decay, step, grad_scale=1.0, decoupled=Tru
     grad_scale : float
         Multiplies the gradient before anything else (clipping, loss scale).
     decoupled : bool
-        True for AdamW (p *= 1 - lr * weight_decay), False for Adam (g += weight_decay * p).
+        True for AdamW (``p *= 1 - lr * weight_decay``), False for Adam
+        (``g += weight_decay * p``).
 
     Returns
     -------
     numpy.ndarray
         float32, shape (8,): grad_scale, decay, 1 - beta1, beta2, 1 - beta2,
-        sqrt(1 - beta2**step), lr / (1 - beta1**step), eps.
+        ``sqrt(1 - beta2**step)``, ``lr / (1 - beta1**step)``, eps.
 
     Raises
     ------

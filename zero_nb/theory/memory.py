@@ -4,14 +4,14 @@ Paper: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion 
 arXiv:1910.02054v3, Sections 3.1 and 5, Figure 1, Table 1.  Ψ is the number of parameters, W the
 number of data-parallel ranks, K the optimizer's bytes per parameter (12 for mixed-precision Adam).
 
-========  ==================  =========================================
-stage     per rank            what is cut
-========  ==================  =========================================
-0         (2 + 2 + K)Ψ        nothing (plain data parallelism)
-1 P_os    2Ψ + 2Ψ + KΨ/W      optimizer states
-2 P_os+g  2Ψ + (2 + K)Ψ/W     and gradients
-3 P_os+g+p (2 + 2 + K)Ψ/W     and parameters
-========  ==================  =========================================
+==========  ==================  =========================================
+stage       per rank            what is cut
+==========  ==================  =========================================
+0           (2 + 2 + K)Ψ        nothing (plain data parallelism)
+1 P_os      2Ψ + 2Ψ + KΨ/W      optimizer states
+2 P_os+g    2Ψ + (2 + K)Ψ/W     and gradients
+3 P_os+g+p  (2 + 2 + K)Ψ/W      and parameters
+==========  ==================  =========================================
 
 The training side is never imported: these numbers are compared with measured bytes, and only two
 independent ways to the same number make that comparison a test.

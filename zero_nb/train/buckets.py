@@ -55,7 +55,7 @@ class GradientBuffer:
         self._more = []
 
     def targets(self, names):
-        """Return where to write the gradients of some parameters: name -> (R, *shape).
+        """Return where to write the gradients of some parameters: name -> ``(R, *shape)``.
 
         Parameters
         ----------

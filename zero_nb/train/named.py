@@ -87,7 +87,7 @@ def gather_parameters(shards, world, *, purpose="other"):
 
     Returns
     -------
-    dict of str to ndarray, (R, *shape) float32
+    dict of str to ndarray, ``(R, *shape)`` float32
         Views of one new buffer.
     """
     full_RF = world.all_gather(np.ascontiguousarray(shards.shard_RS), purpose=purpose, fmt=FLOAT32)
@@ -104,7 +104,7 @@ def reduce_scatter_gradients(grads, world, *, purpose="grad"):
 
     Parameters
     ----------
-    grads : mapping of str to ndarray, (R, *shape) float32
+    grads : mapping of str to ndarray, ``(R, *shape)`` float32
         Row i is what rank ``world.ranks[i]`` contributes.
     world : World
     purpose : str

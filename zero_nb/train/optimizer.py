@@ -335,7 +335,7 @@ class ZeROOptimizer:
     # --- parameters to compute with ----------------------------------------------------------
 
     def unshard(self, unit):
-        """Return the unit's parameters in float32, name -> (R, *shape), gathered if need be.
+        """Return the unit's parameters in float32, name -> ``(R, *shape)``, gathered if need be.
 
         They stay at hand until `reshard`. In a 16-bit recipe they are widened copies of the
         stored parameters; in fp32 they are the parameters, to be read only.
@@ -387,7 +387,7 @@ class ZeROOptimizer:
         Returns
         -------
         context manager
-            Of a dict, name -> (R, *shape) float32: copies of what the ranks compute with.
+            Of a dict, name -> ``(R, *shape)`` float32: copies of what the ranks compute with.
 
         Raises
         ------
@@ -404,7 +404,7 @@ class ZeROOptimizer:
         Parameters
         ----------
         grads : mapping of str to array
-            Every trainable parameter's gradient with the rank axis first, (R, *shape), float32:
+            Every trainable parameter's gradient with the rank axis first, ``(R, *shape)``, float32:
             row i is what rank ``world.ranks[i]``'s own samples contribute. They are summed over
             ranks and micro-batches, so the mean belongs into the loss (and `loss_scale`).
             A parameter that was not used has None; one that only some ranks used a list with
@@ -478,7 +478,7 @@ class ZeROOptimizer:
         self._reduced = True
 
     def gradients(self):
-        """Return the reduced gradient held, in full, by name: (*shape) float32.
+        """Return the reduced gradient held, in full, by name: ``(*shape)`` float32.
 
         For looking at; booked as purpose ``"other"``, and nothing held is changed.
         """
@@ -708,7 +708,7 @@ def _write_gradient(buffer, name, grad):
 
 
 def _fill_rows(target, grad):
-    """Copy a gradient, (R, *shape) or a list of rows with None for zeros."""
+    """Copy a gradient, ``(R, *shape)`` or a list of rows with None for zeros."""
     if not isinstance(grad, list):
         target[...] = grad
         return

@@ -169,7 +169,7 @@ class Prefetcher:
         return FetchCounts(**self._counts)
 
     def fetch(self, unit):
-        """Return a unit's parameters to compute with, name -> (R, *shape) float32.
+        """Return a unit's parameters to compute with, name -> ``(R, *shape)`` float32.
 
         Waits for the unit if it is under way, gathers it if it is not, and issues the gathers of
         the units that the trace says come next.

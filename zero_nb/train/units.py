@@ -474,7 +474,7 @@ class Unit:
     # --- parameters by name ----------------------------------------------------------------
 
     def views(self, flat_RF):
-        """Return the parameters as views of a full (R, F) buffer: name -> (R, *shape).
+        """Return the parameters as views of a full (R, F) buffer: name -> ``(R, *shape)``.
 
         A tied parameter appears under each of its names.
         """

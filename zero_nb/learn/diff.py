@@ -10,7 +10,7 @@ from zero_nb.learn.predict import Waiting
 from zero_nb.learn.session import SESSION
 from zero_nb.train.stages import STAGES
 
-__all__ = ["StageDiff", "show_diff"]
+__all__ = ["StageDiff", "as_html", "show_diff"]
 
 _WORDS = {"+": "added", "-": "removed"}
 
@@ -50,18 +50,33 @@ class StageDiff:
 
     def _repr_html_(self):
         """The same, with the changed lines marked for eyes and for screen readers."""
-        body = []
-        for line in self.lines:
-            text = html.escape(line)
-            tag = {"+": "ins", "-": "del"}.get(line[0])
-            if tag:
-                style = "text-decoration: none; font-weight: bold"
-                text = f'<{tag} style="{style}">{text}</{tag}>'
-            body.append(text)
-        lines = chr(10).join(body)
-        return (
-            f'<p>{html.escape(self._title())}</p><pre style="font-family: monospace">{lines}</pre>'
-        )
+        return as_html(self._title(), self.lines)
+
+
+def as_html(title, lines):
+    """Write a diff as HTML, with the changed lines marked for eyes and for screen readers.
+
+    Parameters
+    ----------
+    title : str
+    lines : sequence of str
+        Code with ``+``, ``-`` or a blank in front.
+
+    Returns
+    -------
+    str
+    """
+    body = []
+    for line in lines:
+        text = html.escape(line)
+        tag = {"+": "ins", "-": "del"}.get(line[0])
+        if tag:
+            style = "text-decoration: none; font-weight: bold"
+            text = f'<{tag} style="{style}">{text}</{tag}>'
+        body.append(text)
+    return (
+        f'<p>{html.escape(title)}</p><pre style="font-family: monospace">{chr(10).join(body)}</pre>'
+    )
 
 
 def show_diff(before, after_stage, *, after=None, whole=False):

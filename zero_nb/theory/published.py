@@ -104,13 +104,15 @@ def read_data(name: str) -> list[dict[str, str]]:
     return load_rows(data.read_text(encoding="utf-8").splitlines())
 
 
-def judge(row: Mapping[str, str]) -> Judgement:
+def judge(row: Mapping[str, str], run: Run | None = None) -> Judgement:
     """Predict a published run and lay it beside what was measured.
 
     Parameters
     ----------
     row : mapping of str to str
         Columns as in ``data/measured_peaks.csv``.
+    run : Run, optional
+        In place of the one that `settings` reads from the row.
 
     Returns
     -------
@@ -127,7 +129,8 @@ def judge(row: Mapping[str, str]) -> Judgement:
     if not row["layers"]:
         states = _states_after_step(row)
         return Judgement(**known, predicted=states, low=states, high=states, peak=None)
-    spec, run = settings(row)
+    spec, described = settings(row)
+    run = run or described
     # "Fullest device", unless the source says which end of the pipeline its log shows.
     peaks = pipeline_peaks(spec, run)
     shown = row["measured_what"]

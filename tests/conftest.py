@@ -1,5 +1,6 @@
 """What every test shares: hypothesis profiles and the place of the project."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,17 @@ settings.load_profile("ci")
 def project() -> Path:
     """The root of the project: where pyproject.toml lies."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def clean():
+    """Give a mark for the environment of an MPI run; nothing of it may be left afterwards."""
+    import mpi_runs  # asks for an installed MPI
+
+    mark, before = mpi_runs.fresh_mark(), mpi_runs.segments()
+    yield {mark: "1"}
+    end = time.monotonic() + 1.0
+    while mpi_runs.left_over(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not mpi_runs.left_over(mark)
+    assert not mpi_runs.new_segments(before)

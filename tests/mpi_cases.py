@@ -1,4 +1,4 @@
-"""What the ranks of a world do in test_mpi.py, simulated in pytest and for real under mpiexec.
+"""What ranks do in test_mpi.py and test_mpi_failures.py: simulated in pytest, real under mpiexec.
 
 As a program (``python -m mpi4py tests/mpi_cases.py LOCAL_RANKS CASE ...``) it joins the world it
 is started in and prints one JSON line a case. A case is a function of a world that returns

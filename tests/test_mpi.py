@@ -1,59 +1,32 @@
-"""Real processes do what simulated ranks do, to the bit; and when one fails, all end.
+"""Real processes do what simulated ranks do, to the bit; the command starts them or joins them.
 
-pytest itself stays outside MPI: each world is one launch of ``mpi_cases.py``, which prints a JSON
-line a case, and the same functions run here with simulated ranks.
+The same cases run under mpiexec (`mpi_runs.py`) and here with simulated ranks. What happens when
+a rank fails: `test_mpi_failures.py`.
 """
 
 import atexit
-import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 
 import mpi_cases
 import saved_runs
+from mpi_runs import CASES_FILE, run
 from zero_nb.cluster import launch
 from zero_nb.cluster.simulated import SimulatedWorld
-from zero_nb.config import UsageError
 from zero_nb.train import checkpoint
 
 TEXT = Path(__file__).resolve()  # any text of some length to train on
-CASES_FILE = str(Path(mpi_cases.__file__))
 WORLDS = [(2, 1), (3, 1), (4, 1), (8, 1), (8, 4)]  # world_size, ranks a process
-DEADLINE_S = 2  # of the cases that fail; they make no long pauses themselves
 PURPOSES = ("param", "grad", "control", "other")
-
-if sys.platform == "win32":
-    pytest.skip("MPI runs are started on Linux and macOS only", allow_module_level=True)
-if find_spec("mpi4py") is None and not os.environ.get("CI"):
-    pytest.skip("needs pip install 'zero-nb[mpi]'; never skipped in CI", allow_module_level=True)
-
-
-def run(world_size, local_ranks, *cases, **settings):
-    """Run cases in a world of real processes; return what process 0 printed, line by line."""
-    stdout = io.StringIO()
-    launch.run_mpi(
-        [str(local_ranks), *cases],
-        world_size,
-        local_ranks,
-        program=(CASES_FILE,),
-        stdout=stdout,
-        **({"time_limit_s": 120} | settings),
-    )
-    return [json.loads(line) for line in stdout.getvalue().splitlines()]
-
 
 FOLDERS = tempfile.TemporaryDirectory(prefix="zero-nb-test-mpi-")
 atexit.register(FOLDERS.cleanup)
@@ -159,163 +132,6 @@ def test_bytes_given_to_mpi_are_the_bytes_logged(world_size, local_ranks):
             assert told["order_bytes"] > 0
 
 
-# --- failing ---------------------------------------------------------------------------------
-
-
-def left_over(mark):
-    """Processes that were started with `mark` in their environment and still run."""
-    found = []
-    for process in psutil.process_iter(["pid", "name", "status"]):
-        try:
-            if process.info["status"] != psutil.STATUS_ZOMBIE and mark in process.environ():
-                found.append(process.info)
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            pass
-    return found
-
-
-def segments():
-    """MPI's files in shared memory that no living process holds."""
-    folder = Path("/dev/shm")
-    held = set()
-    for process in psutil.process_iter(["pid"]):
-        held |= launch.mapped_segments(process.info["pid"])
-    return {str(path) for path in folder.glob("mpich_shm_*")} - held if folder.is_dir() else set()
-
-
-@pytest.fixture
-def clean():
-    """Give a mark for a run's environment; nothing of the run may be left afterwards."""
-    mark, before = f"ZERO_NB_TEST_{uuid.uuid4().hex}", segments()
-    yield {mark: "1"}
-    end = time.monotonic() + 1.0
-    while left_over(mark) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not left_over(mark)
-    assert segments() <= before
-
-
-FAILURES = [  # ranks, case, what is told
-    (2, "raise", "rank 1 failed after all_reduce of 'head': OSError: the disk is full (mpi_cases"),
-    (2, "kill", "rank 1: killed by SIGKILL after all_reduce of 'head'"),
-    (2, "crash", "rank 1: ended by SIGSEGV after all_reduce of 'head' (Fatal Python error: Segm"),
-    (2, "exit", "rank 1: ended with status 0 after all_reduce of 'head'"),
-    (3, "detour", "the ranks have diverged: ranks 0, 1 at all_gather of 'loss' (control, "
-                  "2 elements, 16 bytes, collective "),
-    (3, "detour", "; rank 2 at all_reduce of 'detour' (grad, 4 elements, 16 bytes, collective "),
-    (2, "other size", "rank 1 at all_reduce of 'detour' (grad, 4 elements, 16 bytes, collective "),
-    (2, "leave early", "rank 1 at all_gather of 'agree'"),
-    (3, "hang", f" waited {DEADLINE_S} s in all_gather of 'loss' (collective "),
-    (3, "hang", "rank 2 did not come to it; rank 2 was last heard of after all_reduce of 'head'"),
-    (2, "stop", "rank 1 did not come to it; rank 1 was last heard of after all_reduce of 'head'"),
-]  # fmt: skip
-
-
-@cache
-def failure(world_size, case):
-    """Run a case that fails; return the error, the seconds it took, and what was left."""
-    mark, before, stdout = f"ZERO_NB_TEST_{uuid.uuid4().hex}", segments(), io.StringIO()
-    start = time.monotonic()
-    with pytest.raises(launch.RunError) as caught:
-        launch.run_mpi(
-            ["1", case], world_size, program=(CASES_FILE,), stdout=stdout, time_limit_s=60,
-            env={"TEST_DEADLINE_S": str(DEADLINE_S), mark: "1"},
-        )  # fmt: skip
-    seconds = time.monotonic() - start
-    return str(caught.value), seconds, stdout.getvalue(), left_over(mark), segments() - before
-
-
-@pytest.mark.parametrize(("world_size", "case", "told"), FAILURES)
-def test_a_rank_that_fails_ends_the_run_with_one_message(world_size, case, told):
-    message, seconds, printed, processes, shared_memory = failure(world_size, case)
-    assert told in message
-    assert "\n" not in message
-    assert printed == ""
-    assert seconds < DEADLINE_S + 20  # what is not the deadline is starting Python on busy cores
-    assert not processes
-    assert not shared_memory
-
-
-def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_whole(clean, tmp_path):
-    with pytest.raises(launch.RunError, match=r"^rank 1: killed by SIGKILL"):
-        run(2, 1, "killed while saving", env=clean | {"TEST_FOLDER": str(tmp_path)})
-    again = saved_runs.make(1, 3, seed=9, precision="bf16")
-    checkpoint.load(again, tmp_path)
-    wanted = saved_runs.train(saved_runs.make(3, 2, precision="bf16"), 2)
-    assert again.steps_done == 2
-    assert again.weights_sha256() == wanted.weights_sha256()
-
-
-def test_hosted_ranks_fail_together(clean):
-    with pytest.raises(
-        launch.RunError, match=r"^ranks 2-3: killed by SIGKILL after all_reduce of 'head'"
-    ):
-        run(4, 2, "kill", env=clean)
-
-
-def test_what_is_asked_in_vain_is_a_usage_error(clean):
-    with pytest.raises(UsageError, match=r"^there is no stage 7$"):
-        run(2, 1, "impossible", env=clean)
-
-
-def test_time_limit(clean):
-    start = time.monotonic()
-    with pytest.raises(launch.RunError, match="the time limit of 4 s is over; rank 0 "):
-        run(2, 1, "sleep", time_limit_s=4, env=clean)
-    assert time.monotonic() - start < 6
-
-
-def test_a_program_that_breaks_before_it_joins(clean):
-    with pytest.raises(launch.RunError, match="ModuleNotFoundError: No module named 'nowhere'"):
-        launch.run_mpi([], 2, program=("-c", "import nowhere"), env=clean)
-
-
-LAUNCHER = """
-import sys
-from zero_nb.cluster import launch
-try:
-    launch.run_mpi(["1", "sleep"], 2, program=(sys.argv[1],), progress=print)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_launcher_takes_its_processes_with_it(number, clean):
-    """Ctrl-C and a polite kill within a second; they notice themselves if it is killed."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, CASES_FILE], env=os.environ | clean, text=True,
-        stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    mark, end = next(iter(clean)), time.monotonic() + 30
-    while not any(trained(mark)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert len(left_over(mark)) >= 4, "launcher, mpiexec and two ranks"
-    start = time.monotonic()
-    launcher.send_signal(number)
-    launcher.wait(timeout=10)
-    while left_over(mark) and time.monotonic() - start < 10:
-        time.sleep(0.02)
-    assert time.monotonic() - start < (5.0 if number == signal.SIGKILL else 1.0)
-    out = launcher.stdout.read()
-    launcher.stdout.close()
-    assert ("interrupted" in out) == (number == signal.SIGINT)
-
-
-def trained(mark):
-    """Status files of the run with `mark` that tell of a collective."""
-    for process in psutil.process_iter():
-        try:
-            environ = process.environ()
-            folder = environ.get("ZERO_NB_MPI_FOLDER")
-            if mark in environ and folder:
-                for path in Path(folder).glob("*.status"):
-                    if b"'head'" in path.read_bytes():
-                        yield path
-        except (psutil.Error, OSError):
-            pass
-
-
 # --- two hosts, as two network namespaces ------------------------------------------------------
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -338,12 +154,8 @@ def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
-def _wait_for_addresses(namespace, seconds=10):
-    """Return once the cable carries and no address is tentative any more.
-
-    An address of IPv6 is, for a second or two, until the neighbours were asked for it; UCX finds
-    such a host unreachable.
-    """
+def _wait_for_cable(namespace, seconds=10):
+    """Return once the cable carries."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         shown = subprocess.run(
@@ -352,7 +164,7 @@ def _wait_for_addresses(namespace, seconds=10):
         ).stdout  # fmt: skip
         if "state UP" in shown and "tentative" not in shown:
             return
-        time.sleep(0.1)
+        time.sleep(0.02)
     pytest.skip(f"the virtual cable did not come up within {seconds} s: {shown}")
 
 
@@ -378,11 +190,15 @@ def hosts():
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this system makes no network namespaces: {error.stderr.strip()}")
         for namespace, address in zip(names, ADDRESSES, strict=True):
+            # An address of IPv6 is tentative for a second or two, until the neighbours were asked
+            # for it, and UCX finds such a host unreachable: there is none.
+            ip("netns", "exec", namespace, "sh", "-c",
+               "echo 1 >/proc/sys/net/ipv6/conf/wire/disable_ipv6 || true")  # fmt: skip
             ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "wire")
             ip("-n", namespace, "link", "set", "lo", "up")
             ip("-n", namespace, "link", "set", "wire", "up")
         for namespace in names:
-            _wait_for_addresses(namespace)
+            _wait_for_cable(namespace)
         yield names
     finally:
         for namespace in made:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zero_nb.show import style
-from zero_nb.show.figure import Figure, render, write_manifest
+from zero_nb.show.figure import Figure, render, render_stills, write_manifest
 
 ALT = 'Two bars, "a" is 1 & "b" is <2> bytes high.'
 DATA = {
@@ -196,3 +196,50 @@ def test_the_manifest_holds_the_numbers_of_every_picture(figure, tmp_path):
     assert manifest["b"]["data"]["loss"] == [2.5, 1.25, 0.123456789]
     before = path.read_bytes()
     assert write_manifest(tmp_path, {"a": other, "b": figure}).read_bytes() == before
+
+
+def stills(words=(("The first of two bars.", {"x": 1}), ("The second of two bars.", {"x": 2}))):
+    """Two pictures of one sheet, each with a bar of its own."""
+    with style.sheet(4, 2) as (fig, ax):
+        ax.set(xlim=(-1, 2), ylim=(0, 2))
+        ax.set_title("what stays")
+        before = len(fig.findobj())
+        drawn = render_stills(fig, words, lambda i: list(ax.bar([i], [i + 1], color="k")), dpi=100)
+        assert len(fig.findobj()) == before
+        return drawn
+
+
+def test_stills_are_pictures_of_their_own():
+    from PIL import Image
+
+    first, second = stills()
+    assert (first.alt, second.data["x"]) == ("The first of two bars.", 2)
+    images = [Image.open(io.BytesIO(figure.png)) for figure in (first, second)]
+    assert [image.info["Description"] for image in images] == [first.alt, second.alt]
+    left, right, title = (0, 20, 200, 200), (200, 20, 400, 200), (0, 0, 400, 20)
+    dark = [
+        [image.convert("L").crop(part).histogram()[:200] for part in (left, right)]
+        for image in images
+    ]
+    # One bar each: more ink in its half than where the other picture has its bar.
+    assert sum(dark[0][0]) > sum(dark[1][0])
+    assert sum(dark[1][1]) > sum(dark[0][1])
+    strips = [image.convert("RGB").crop(title).tobytes() for image in images]
+    assert strips[0] == strips[1]
+
+
+def test_stills_as_svg_hold_one_bar_each_in_any_order():
+    first, second = stills()
+    late, early = second.svg, first.svg
+    assert [ET.fromstring(svg).get("aria-label") for svg in (early, late)] == [
+        "The first of two bars.",
+        "The second of two bars.",
+    ]
+    again = stills()
+    assert (again[0].svg, again[1].svg) == (early, late)
+    assert early.count("<path") == late.count("<path")
+
+
+def test_a_still_without_words_is_refused_before_any_drawing():
+    with pytest.raises(ValueError, match="alt must be a sentence"):
+        stills([("Bars.", {})])

@@ -23,6 +23,7 @@ from zero_nb.show.timeline_figures import (
 from zero_nb.theory.schedule import StepOptions
 from zero_nb.theory.timeline import timeline
 from zero_nb.train.engine import Engine
+from zero_nb.train.model import MLP, MLPConfig
 from zero_nb.train.trace import Tracer
 
 
@@ -148,10 +149,27 @@ def test_a_step_can_be_stepped_through():
     slider = step_view(3, world_size=2, units="model")
     assert len(slider.figures) == len(slider.names) > 15
     assert "data-lm-suppress-shortcuts" in slider._repr_html_()
-    middle = next(i for i, name in enumerate(slider.names) if "writes the gradient" in name)
+    middle = next(i for i, name in enumerate(slider.names) if "is written" in name)
     assert "Gathered on every rank: model. Whole gradients being written: model." in repr(
         slider.figures[middle]
     )
     assert slider.figures[middle].data["model bucket bytes"] > 0
     with pytest.raises(UsageError, match="more than 80; use larger units"):
         step_view(3, world_size=2, micro_batches=3)
+
+
+def test_a_step_of_another_model_with_other_names():
+    model = MLP(MLPConfig((6, 6, 6)))
+    slider = step_view(3, world_size=2, model=model, names="ab")
+    said = [name.split(": ", 1)[1] for name in slider.names]
+    assert said[2:5] == ["a is gathered", "a computes and keeps its activations", "a is dropped"]
+    # The last layer has no function after it, and what it read is kept already.
+    assert said[5:7] == ["b is gathered", "b computes, keeps nothing for backward, and is dropped"]
+    assert [text for text in said if "updated" in text] == [
+        "a is updated: its gradient goes",
+        "b is updated: its gradient goes",
+    ]
+    assert slider.figures[3].data["a unsharded bytes"] == 4 * (6 * 6 + 6)
+    assert "layers" not in repr(slider)
+    with pytest.raises(UsageError, match="2 units need as many names, got 3"):
+        step_view(3, world_size=2, model=model, names="abc")

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from zero_nb.show.style import house_style
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure as Sheet
 
-__all__ = ["Figure", "render", "write_manifest"]
+__all__ = ["Figure", "render", "render_stills", "write_manifest"]
 
 SHOWN_ROWS = 40
 """A longer table is cut on the screen; the manifest has all of it."""
@@ -167,6 +168,79 @@ def render(fig: Sheet, alt: str, data: Mapping[str, Any], *, dpi: int = 120) -> 
     png = io.BytesIO()
     fig.savefig(png, format="png", dpi=dpi, metadata={"Software": None, "Description": words.alt})
     return Figure(png.getvalue(), partial(_drawn_in_lines, fig, words.alt), alt, data, width)
+
+
+def render_stills(
+    fig: Sheet,
+    words: Sequence[tuple[str, Mapping[str, Any]]],
+    draw: Callable[[int], Sequence[Artist]],
+    *,
+    dpi: int = 80,
+) -> list[Figure]:
+    """Draw many pictures that differ in a few things only, as for a slider.
+
+    What stays is drawn once, with its layout, and takes no time in the other pictures.
+
+    Parameters
+    ----------
+    fig
+        From `zero_nb.show.style.sheet`, with all that stays; call this inside its ``with`` block.
+    words
+        For each picture what `render` takes: the sentence, and the numbers.
+    draw
+        Adds what belongs to picture `i` to `fig` and returns it, the lowest first. It is drawn
+        above all that stays, and taken away again.
+    dpi
+        Pixels per inch of the PNG.
+
+    Returns
+    -------
+    list of Figure
+    """
+    width = round(fig.get_figwidth() * 100)
+    checked = [Figure(b"", "", alt, data, width) for alt, data in words]
+    fig.set_dpi(dpi)
+    canvas: Any = fig.canvas
+    canvas.draw()
+    fig.set_layout_engine("none")  # it has been laid out; later pictures must not shift
+    empty = canvas.copy_from_bbox(fig.bbox)
+    figures = []
+    for i, picture in enumerate(checked):
+        canvas.restore_region(empty)
+        artists = draw(i)
+        for artist in artists:
+            fig.draw_artist(artist)
+        png = _encoded(canvas.buffer_rgba(), picture.alt)
+        for artist in artists:
+            artist.remove()
+        lines = partial(_still_in_lines, fig, draw, i, picture.alt)
+        figures.append(Figure(png, lines, picture.alt, picture.data, width))
+    return figures
+
+
+def _encoded(pixels: Any, alt: str) -> bytes:
+    """A PNG of 256 colours, plenty for flat fills and text: a slider holds dozens of pictures."""
+    from PIL import Image, PngImagePlugin
+
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Description", alt)
+    height, width = pixels.shape[:2]
+    image = Image.frombuffer("RGBA", (width, height), pixels, "raw", "RGBA", 0, 1).convert("RGB")
+    few = image.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    file = io.BytesIO()
+    few.save(file, "png", pnginfo=info)
+    return file.getvalue()
+
+
+def _still_in_lines(fig: Sheet, draw: Callable[[int], Sequence[Artist]], i: int, alt: str) -> str:
+    """Draw picture `i` of a sheet as SVG, and leave the sheet as it was."""
+    with house_style():
+        artists = draw(i)
+    try:
+        return _drawn_in_lines(fig, alt)
+    finally:
+        for artist in artists:
+            artist.remove()
 
 
 def _drawn_in_lines(fig: Sheet, alt: str) -> str:

@@ -110,7 +110,9 @@ def _close(got, expected, tolerance):
     a, b = complex(got), complex(expected)
     if math.isnan(a.real) or math.isnan(b.real):
         return math.isnan(a.real) and math.isnan(b.real)
-    return abs(a - b) <= tolerance * max(abs(a), abs(b), 1.0)
+    # An infinite number is near to nothing, though inf <= tolerance * inf is true.
+    near = abs(a - b) <= tolerance * max(abs(a), abs(b), 1.0)
+    return near and math.isfinite(abs(a - b))
 
 
 def _of_mappings(got, expected, tolerance, at):
@@ -156,6 +158,7 @@ def _of_arrays(got, expected, tolerance, at):
     with np.errstate(all="ignore"):
         x, y = a.astype(np.complex128), b.astype(np.complex128)
         near = np.abs(x - y) <= tolerance * np.maximum(np.maximum(np.abs(x), np.abs(y)), 1.0)
+        near &= np.isfinite(x - y)
     wrong = ~((x == y) | near | (np.isnan(x) & np.isnan(y)))
     if not wrong.any():
         return ""

@@ -80,6 +80,14 @@ def test_the_same_bits_in_parallel_form(monkeypatch):
     assert everything() == sequential
 
 
+@pytest.mark.parametrize("form", [0, 1 << 60], ids=["parallel", "sequential"])
+def test_the_same_bits_stored_past_the_caches(form, monkeypatch):
+    usual = everything()
+    monkeypatch.setattr(kernels, "PARALLEL_FROM", form)
+    monkeypatch.setattr(kernels, "STREAM_FROM", 0)
+    assert everything() == usual
+
+
 THREADS = """
 import threading
 import numpy as np

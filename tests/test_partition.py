@@ -271,6 +271,47 @@ def test_partition_never_shares_memory_with_what_it_was_given():
     assert not np.shares_memory(gather(buffers, layout)[0], buffers[0])
 
 
+@EACH_LAYOUT
+@pytest.mark.parametrize("stored", ["usual", "streamed"])
+def test_into_buffers_that_are_there(layout_of, stored, monkeypatch):
+    if stored == "streamed":
+        monkeypatch.setattr(kernels, "STREAM_FROM", 0)
+    shapes = [(2_000 if JIT else 70, 3), (5,), (), (0,), (4_999 if JIT else 49,)]
+    layout, arrays = layout_of(shapes, 3), tensors(shapes)
+    room = np.full(sum(layout.buffer_numels) + 3, SENTINEL, np.float32)
+    ends = np.cumsum(layout.buffer_numels) + 1  # not at the start of a line of the cache
+    buffers = [room[e - n : e] for e, n in zip(ends, layout.buffer_numels, strict=True)]
+    given = partition(arrays, layout, out=buffers)
+    assert all(one is other for one, other in zip(given, buffers, strict=True))
+    for rank, (mine, new) in enumerate(zip(buffers, partition(arrays, layout), strict=True)):
+        load = layout.loads[rank]
+        assert (mine[:load] == new[:load]).all()
+        assert (mine[load:] == SENTINEL).all()  # padding is left alone
+    assert [room[0], *room[-2:]] == [SENTINEL] * 3
+    for before, after in zip(arrays, gather(buffers, layout), strict=True):
+        assert (before == after).all()
+
+
+class Odd(np.ndarray):
+    """Not an ordinary array."""
+
+
+def test_arrays_out_of_the_ordinary_are_read_like_others():
+    layout, arrays = ceil_div_layout(UGLY, 3), tensors(UGLY)
+    expected = [buffer.tolist() for buffer in partition(arrays, layout)]
+    locked = arrays[5].copy()
+    locked.flags.writeable = False
+    odd = [
+        arrays[0].view(Odd),
+        np.asfortranarray(arrays[1]),
+        arrays[2].item(),
+        *arrays[3:5],
+        locked,
+    ]
+    odd = [*odd[:2], np.float32(odd[2]), *odd[3:], np.repeat(arrays[6], 2)[::2], arrays[7]]
+    assert [buffer.tolist() for buffer in partition(odd, layout)] == expected
+
+
 def test_NaN_payloads_survive():
     bits = np.array([0x7F800001, 0xFFC12345, 0x80000000], np.uint32)
     layout = flat_layout([(3,)], 2)
@@ -304,7 +345,7 @@ def test_what_does_not_fit_is_refused():
         (TypeError, "cannot copy dtype", lambda: partition(np.zeros(8, object), layout)),
         (TypeError, "cannot copy dtype", lambda: partition(np.zeros(8, complex), layout)),
         (ValueError, "1 shards for world_size 2", lambda: gather(good[:1], layout)),
-        (ValueError, "shard of rank 1 has 5", lambda: gather([good[0], good[0]], layout)),
+        (ValueError, "shard of rank 1 must have shape", lambda: gather([good[0], good[0]], layout)),
         (TypeError, "shard of rank 1 must have", lambda: gather([good[0], y.astype(int)], layout)),
         (TypeError, "shard of rank 0 must be", lambda: gather([[0.0] * 5, y], layout)),
         (ValueError, "shard of rank 1 must be C-", lambda: gather([x, gaps], layout)),
@@ -313,6 +354,25 @@ def test_what_does_not_fit_is_refused():
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             call()
+    z, many = np.zeros(8, np.float32), np.zeros(20, np.float32)
+    locked = np.zeros(3, np.float32)
+    locked.flags.writeable = False
+    for error, message, buffers in [
+        (ValueError, "out has 1 buffers for world_size 2", good[:1]),
+        (ValueError, r"out\[1\] must have shape", [good[0], good[0]]),
+        (TypeError, r"out\[1\] must have dtype", [good[0], y.astype(int)]),
+        (TypeError, r"out\[0\] must be a numpy.ndarray", [[0.0] * 5, y]),
+        (ValueError, r"out\[1\] is written to but is read-only", [good[0], locked]),
+        (ValueError, r"out\[1\] and out\[0\] overlap", [many[2:7], many[:3]]),
+        (ValueError, r"arrays\[1\] and out\[1\] overlap", [good[0], z[5:]]),
+        (ValueError, r"arrays\[0\] and out\[0\] overlap", [z[3:], y]),
+    ]:
+        with pytest.raises(error, match=message):
+            partition(z, layout, out=buffers)
+    parts = [many[:5], many[10:13]]  # between them there is room
+    assert partition(parts, layout, out=[many[5:10], many[13:16]])[1].size == 3
+    with pytest.raises(ValueError, match=r"arrays\[1\] and out\[1\] overlap"):
+        partition(parts, layout, out=[many[5:10], many[8:11]][:1] + [many[12:15]])
     out = np.full(8, SENTINEL, np.float32)
     with pytest.raises(ValueError, match="shard of rank 1 and out overlap"):
         gather_flat([x, out[:3]], layout, out=out)

@@ -20,13 +20,13 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
+from zero_nb.core.addresses import ShapeTable, addresses_of, check_apart
 from zero_nb.core.checks import check_array, check_world_size
 from zero_nb.core.flat import padded_numel, unflatten
-from zero_nb.core.kernels import _walk, _walk_parallel, copy_blocks, launch
+from zero_nb.core.kernels import _walk, _walk_parallel, copy_blocks, launch, streams
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,13 @@ class Layout:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} does not exist at world_size {self.world_size}")
-        first, last = self._of_rank[rank : rank + 2]
-        starts = self.tables[rank][0]
+        first, last = np.searchsorted(self.segments[:, 0], (rank, rank + 1))
         pieces = tuple(
-            (tensor, begin, elements, int(at))
+            (tensor, begin, elements, at)
             for (_, tensor, begin, elements), at in zip(
-                self.segments[first:last].tolist(), starts[:-1], strict=True
+                self.segments[first:last].tolist(),
+                self.table[1][first:last, 3].tolist(),
+                strict=True,
             )
         )
         length = self.loads[rank]
@@ -148,20 +149,33 @@ class Layout:
         )
 
     @cached_property
-    def _of_rank(self):
-        """Where each rank's segments begin and end in the table."""
-        return np.searchsorted(self.segments[:, 0], np.arange(self.world_size + 1)).tolist()
+    def table(self):
+        """Starts of the segments in all shards end to end, with the end, and what a walk needs.
+
+        The second array has for each segment rank, tensor, first element of the tensor, first
+        element of the rank's buffer.
+        """
+        rank, elements = self.segments[:, 0], self.segments[:, 3]
+        starts = np.concatenate(([0], np.cumsum(elements))).astype(np.int64)
+        before = np.cumsum(self.loads) - self.loads
+        walk = self.segments.copy()
+        walk[:, 3] = starts[:-1] - before[rank]
+        return starts, walk
 
     @cached_property
-    def tables(self):
-        """For each rank (starts in its buffer, with the end; starts in all tensors end to end)."""
-        offsets = np.concatenate(([0], np.cumsum(self.numels, dtype=np.int64))).astype(np.int64)
-        full = offsets[self.segments[:, 1]] + self.segments[:, 2]
-        ends = np.concatenate(([0], np.cumsum(self.segments[:, 3])))
-        marks = self._of_rank
-        return tuple(
-            (ends[a : b + 1] - ends[a], np.ascontiguousarray(full[a:b])) for a, b in pairwise(marks)
-        )
+    def tensor_starts(self):
+        """Where each tensor begins when all lie end to end, in elements."""
+        return np.concatenate(([0], np.cumsum(self.numels, dtype=np.int64)))[:-1].astype(np.int64)
+
+    @cached_property
+    def tensor_table(self):
+        """Shapes of the tensors, for a kernel."""
+        return ShapeTable.of(self.shapes)
+
+    @cached_property
+    def buffer_table(self):
+        """Shapes of the ranks' buffers, for a kernel."""
+        return ShapeTable.of((numel,) for numel in self.buffer_numels)
 
 
 def _prepare(shapes, world_size):
@@ -324,62 +338,82 @@ def whole_layout(shapes, world_size):
     return _by_rank("whole", shapes, world_size, [list(column) for column in columns])
 
 
-def _copy_dtype(dtype):
-    """Return the unsigned integer type of that item size, so that a copy keeps every bit."""
+def _check_items(dtype):
+    """Refuse what cannot be copied byte by byte, or is no number."""
     if dtype.hasobject or dtype.itemsize not in (1, 2, 4, 8):
         raise TypeError(f"cannot copy dtype {dtype}; items of 1, 2, 4 or 8 bytes are known")
-    return np.dtype(f"u{dtype.itemsize}")
 
 
-def _end_to_end(arrays, layout):
-    """Return all tensors in one 1-D buffer: the caller's own if it is one, else a copy."""
+def _tensors(arrays, layout):
+    """Return addresses and dtype of the tensors, and what has to be kept alive meanwhile."""
     if isinstance(arrays, np.ndarray):
-        return check_array("arrays", arrays, ndim=1, shape=(layout.numel,))
-    arrays = [np.asarray(array) for array in arrays]
+        check_array("arrays", arrays, ndim=1, shape=(layout.numel,))
+        starts = layout.tensor_starts * arrays.itemsize + arrays.ctypes.data
+        return starts, arrays.dtype, arrays
+    arrays = list(arrays)
     if len(arrays) != len(layout.shapes):
         raise ValueError(f"{len(arrays)} arrays for a layout of {len(layout.shapes)} tensors")
-    if not arrays:
-        return np.empty(0, np.float32)
-    dtype = arrays[0].dtype
-    for i, (array, shape) in enumerate(zip(arrays, layout.shapes, strict=True)):
-        if array.shape != shape or array.dtype != dtype or not dtype.isnative:
-            check_array(f"arrays[{i}]", array, dtype=dtype, shape=shape, contiguous=False)
-    return np.concatenate(arrays, axis=None)  # each flattened in C order
+    return addresses_of("arrays[{}]", arrays, layout.tensor_table, copy=True)
 
 
-def partition(arrays, layout):
+def _walk_all(shards, tensors, layout, dtype, to_full):
+    """Copy between buffers of ranks and tensors, given as addresses."""
+    starts, segments = layout.table
+    real = int(starts[-1])
+    args = (shards, tensors, starts, segments, dtype.itemsize, to_full)
+    args += (streams(real * dtype.itemsize), 0, copy_blocks(real))
+    launch(_walk, _walk_parallel, real, *args)
+
+
+def partition(arrays, layout, out=None):
     """Cut tensors among ranks.
 
     Parameters
     ----------
     arrays : sequence of numpy.ndarray, or numpy.ndarray
         Tensors of the layout's shapes and of one dtype, read in C order whatever their layout in
-        memory; or one C-contiguous 1-D buffer with all of them end to end, which saves a copy.
+        memory; or one C-contiguous 1-D buffer with all of them end to end.
     layout : Layout
         Who gets what.
+    out : sequence of numpy.ndarray, optional
+        Written instead of new arrays: for each rank a buffer as described below, overlapping
+        nothing. Its padding is left as it is.
 
     Returns
     -------
     list of numpy.ndarray
-        For each rank its own 1-D buffer, sharing memory with nothing. Padding is zero.
+        ``out``, or for each rank its own 1-D buffer, sharing memory with nothing. Padding is zero.
 
     Raises
     ------
     TypeError, ValueError
-        Another number of tensors, another shape, mixed dtypes or foreign byte order.
+        Another number of tensors, another shape, mixed dtypes or foreign byte order; a buffer of
+        ``out`` of another dtype, length or layout in memory, read-only or overlapping.
     """
-    full = _end_to_end(arrays, layout)
-    bits = _copy_dtype(full.dtype)
-    source = full.view(bits)
-    buffers = []
-    for rank, (starts, places) in enumerate(layout.tables):
-        real, numel = int(starts[-1]), layout.buffer_numels[rank]
-        buffer = np.empty(numel, full.dtype)
-        buffer[real:] = 0
-        args = (buffer.view(bits), source, starts, places, False, 0, copy_blocks(real))
-        launch(_walk, _walk_parallel, real, *args)
-        buffers.append(buffer)
-    return buffers
+    tensors, dtype, kept = _tensors(arrays, layout)
+    _check_items(dtype)
+    if out is None:
+        out = [np.empty(numel, dtype) for numel in layout.buffer_numels]
+        for buffer, load in zip(out, layout.loads, strict=True):
+            buffer[load:] = 0
+        shards, _, _ = addresses_of("out[{}]", out, layout.buffer_table)
+    else:
+        shards = _check_out(out, layout, dtype, tensors)
+    _walk_all(shards, tensors, layout, dtype, False)
+    del kept
+    return list(out)
+
+
+def _check_out(out, layout, dtype, tensors):
+    """Return the addresses of the ranks' buffers, which may be written to and overlap nothing."""
+    out = list(out)
+    if len(out) != layout.world_size:
+        raise ValueError(f"out has {len(out)} buffers for world_size {layout.world_size}")
+    table = layout.buffer_table
+    shards, _, _ = addresses_of("out[{}]", out, table, dtype=dtype, writable=True)
+    written = "out[{}]", shards, table.numels
+    check_apart(written, ("arrays[{}]", tensors, layout.tensor_table.numels), dtype.itemsize)
+    return shards
 
 
 def gather_flat(shards, layout, out=None):
@@ -409,26 +443,17 @@ def gather_flat(shards, layout, out=None):
     shards = list(shards)
     if len(shards) != layout.world_size:
         raise ValueError(f"{len(shards)} shards for world_size {layout.world_size}")
-    dtype = getattr(shards[0], "dtype", None)
-    for rank, shard in enumerate(shards):
-        check_array(f"shard of rank {rank}", shard, dtype=dtype, ndim=1)
-        if shard.size != layout.buffer_numels[rank]:
-            raise ValueError(
-                f"shard of rank {rank} has {shard.size} elements, its layout says "
-                f"{layout.buffer_numels[rank]}"
-            )
-    bits = _copy_dtype(dtype)
+    table = layout.buffer_table
+    addresses, dtype, kept = addresses_of("shard of rank {}", shards, table)
+    _check_items(dtype)
     if out is None:
         out = np.empty(layout.numel, dtype)
     check_array("out", out, dtype=dtype, shape=(layout.numel,), writable=True)
-    for rank, shard in enumerate(shards):
-        if np.may_share_memory(shard, out):
-            raise ValueError(f"shard of rank {rank} and out overlap in memory")
-    full = out.view(bits)
-    for shard, (starts, places) in zip(shards, layout.tables, strict=True):
-        real = int(starts[-1])
-        args = (shard.view(bits), full, starts, places, True, 0, copy_blocks(real))
-        launch(_walk, _walk_parallel, real, *args)
+    at, numel = np.array([out.ctypes.data]), np.array([out.size])
+    check_apart(("out", at, numel), ("shard of rank {}", addresses, table.numels), dtype.itemsize)
+    tensors = layout.tensor_starts * dtype.itemsize + out.ctypes.data
+    _walk_all(addresses, tensors, layout, dtype, True)
+    del kept
     return out
 
 

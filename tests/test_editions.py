@@ -142,6 +142,7 @@ def test_the_empty_edition_waits_for_answers_and_guesses(path):
             first["guesses"] += 1
             assert "Write a guess first" in said, cell["id"]
             assert "measured" not in said, cell["id"]
+            assert "modelled" not in said, cell["id"]
         if calls(source, "reveal"):
             assert "Write a guess first" in said, cell["id"]
             assert "<img" not in said, cell["id"]
@@ -161,7 +162,7 @@ def measured_numbers(path):
     found = set()
     for cell in code_cells(path):
         if calls(source_of(cell), "compare_guess"):
-            found |= set(re.findall(r"measured ([\d.eE+-]*\d)", shown_by(cell)))
+            found |= set(re.findall(r"(?:measured|modelled) ([\d.eE+-]*\d)", shown_by(cell)))
     return found
 
 

@@ -25,6 +25,7 @@ SOURCES = [
     "04_stage_1_shard_the_optimizer.ipynb",
     "05_stage_2_shard_the_gradients.ipynb",
     "06_stage_3_shard_the_parameters.ipynb",
+    "07_what_it_costs_to_talk.ipynb",
     "A_numba_in_15_minutes.ipynb",
 ]
 WITHOUT_EXERCISES = ["B_glossary.ipynb", "index.ipynb"]

@@ -63,6 +63,8 @@ class Prediction:
         Said of a close guess.
     advice : str
         Said of any other guess, after "Too high." or "Too low.".
+    origin : str
+        Where the truth comes from: ``"measured"``, or ``"modelled"`` where a formula gives it.
     """
 
     unit: str
@@ -76,6 +78,7 @@ class Prediction:
     advice: str = (
         "Count in bytes for each parameter: what stays whole on every rank, and what is divided?"
     )
+    origin: str = "measured"
 
 
 PREDICTIONS = {
@@ -178,6 +181,8 @@ class Compared:
         Whether the guess is as near as the prediction asks for.
     text : str
         What the guess says about the idea behind it.
+    origin : str
+        Of the truth: ``"measured"`` or ``"modelled"``.
     """
 
     guess: float
@@ -185,6 +190,7 @@ class Compared:
     unit: str
     close: bool
     text: str
+    origin: str = "measured"
 
     @property
     def ratio(self):
@@ -195,8 +201,8 @@ class Compared:
         """Return the three numbers and the comment: this is what a notebook shows."""
         ratio = "–" if self.ratio is None else f"{self.ratio:.2f}"
         return (
-            f"predicted {self.guess:.6g}{self.unit}   measured {self.measured:.6g}{self.unit}   "
-            f"ratio {ratio}\n{self.text}"
+            f"predicted {self.guess:.6g}{self.unit}   "
+            f"{self.origin} {self.measured:.6g}{self.unit}   ratio {ratio}\n{self.text}"
         )
 
 
@@ -233,9 +239,8 @@ def compare_guess(key, guess, measured):
     SESSION.note(key, GUESSED)
     guess, measured = float(guess), float(measured)
     close = abs(guess - measured) <= prediction.within
-    return Compared(
-        guess, measured, prediction.unit, close, _comment(prediction, guess, measured, close)
-    )
+    said = _comment(prediction, guess, measured, close)
+    return Compared(guess, measured, prediction.unit, close, said, prediction.origin)
 
 
 def _missing(guess, prediction):

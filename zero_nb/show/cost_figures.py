@@ -1,0 +1,298 @@
+"""Figures of notebooks 07 and 08: what it costs to talk, and what ZeRO does not shard."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zero_nb.show.figure import render
+from zero_nb.show.style import (
+    INK,
+    KINDS,
+    PAPER,
+    PETROFF10,
+    STAGES,
+    Look,
+    label_line,
+    sheet,
+    spread,
+    text_color,
+)
+
+__all__ = ["TimeCurve", "lanes_side_by_side", "step_time_over_bandwidth", "time_ratio_map"]
+
+
+# ------------------------------------------------------------------ notebook 07: time on a link
+
+_LANE_LOOKS = {
+    "forward": Look("forward", PETROFF10[7], ""),
+    "backward": Look("backward", PETROFF10[5], "\\\\"),
+    "wait": Look("stands still", PAPER, "xxx"),
+    "param": Look("parameters travel", KINDS["unsharded"].color, "--"),
+    "grad": Look("gradients travel", KINDS["grad"].color, "//"),
+}
+"""As in `zero_nb.show.timeline_figures`."""
+
+
+def lanes_side_by_side(lines, title):
+    """Draw steps of the timeline model under one another, two lanes each, on one time axis.
+
+    Parameters
+    ----------
+    lines : mapping of str to Timeline
+        By name.
+    title : str
+
+    Returns
+    -------
+    Figure
+        For each step what is computed, with the time in which it stands still, and what travels.
+    """
+    longest = max(line.step_s for line in lines.values()) * 1e3
+    with sheet(9.4, 0.9 + 1.25 * len(lines)) as (fig, ax):
+        ax.grid(axis="y", visible=False)
+        ax.grid(axis="x", visible=True)
+        ax.set_xlim(0, 1.12 * longest)
+        ax.set_ylim(2.4 * len(lines) - 0.25, -0.6)
+        ticks = {}
+        for row, (name, line) in enumerate(lines.items()):
+            top = 2.4 * row
+            for span in line.spans:
+                _lane_box(ax, span, top)
+            ticks |= {top + 0.4: "computes", top + 1.3: "travels"}
+            ax.text(0, top - 0.1, f"{name}: {line.step_s * 1e3:.0f} ms", fontweight="bold",
+                    va="bottom")  # fmt: skip
+            ax.plot([line.step_s * 1e3] * 2, [top - 0.05, top + 1.75], color=INK, linewidth=1.4)
+        ax.set_yticks(list(ticks), list(ticks.values()))
+        ax.tick_params(axis="y", length=0)
+        ax.set_xlabel("milliseconds, modelled")
+        ax.set_title(title)
+        fig.legend(
+            handles=[_lane_patch(look) for look in _LANE_LOOKS.values()],
+            loc="outside lower center", ncols=len(_LANE_LOOKS), fontsize="small", handleheight=1.2,
+        )  # fmt: skip
+        told = "; ".join(
+            f"{name} takes {line.step_s * 1e3:.0f} ms, of which it computes "
+            f"{line.compute_s * 1e3:.0f} and stands still {line.exposed_s * 1e3:.0f}"
+            for name, line in lines.items()
+        )
+        return render(
+            fig,
+            f"Two lanes for each step, what is computed and what travels, modelled. {title}: "
+            f"{told}.",
+            {
+                name: {
+                    "step ms": line.step_s * 1e3,
+                    "computes ms": line.compute_s * 1e3,
+                    "messages under way ms": line.comm_s * 1e3,
+                    "stands still ms": line.exposed_s * 1e3,
+                }
+                for name, line in lines.items()
+            },
+        )
+
+
+def _lane_box(ax, span, top):
+    """Draw one span: computing and waiting above, messages below."""
+    from matplotlib.patches import Rectangle
+
+    if span.lane == "communication":
+        kind = "param" if span.name.startswith("all_gather") else "grad"
+    else:
+        kind = "wait" if span.lane == "wait" else span.phase
+    look = _LANE_LOOKS.get(kind)
+    if look is None:
+        return  # updates are too short to be seen
+    left, width = span.start_s * 1e3, (span.stop_s - span.start_s) * 1e3
+    style = look.bar | ({"edgecolor": "#999999"} if kind == "wait" else {})
+    ax.add_patch(Rectangle((left, top + 0.9 * (span.lane == "communication")), width, 0.8, **style))
+    number = span.name.split()[-1]
+    low, high = ax.get_xlim()
+    if kind != "wait" and width > 0.018 * (high - low) * (1 + 0.4 * len(number)):
+        ax.text(
+            left + width / 2, top + 0.4 + 0.9 * (span.lane == "communication"), number,
+            ha="center", va="center", fontsize="x-small", color=text_color(look.color),
+            bbox={"boxstyle": "round,pad=0.1", "facecolor": look.color, "edgecolor": "none"},
+        )  # fmt: skip
+
+
+def _lane_patch(look):
+    """A patch for the legend."""
+    from matplotlib.patches import Patch
+
+    style = look.bar | ({"edgecolor": "#999999"} if look.color == PAPER else {})
+    return Patch(label=look.label, **style)
+
+
+@dataclass(frozen=True)
+class TimeCurve:
+    """A line of `step_time_over_bandwidth`.
+
+    Attributes
+    ----------
+    stage : int
+        Gives it its colour.
+    overlap : bool
+        Solid if messages travel while something is computed, dashed if not.
+    seconds : sequence of float
+        One for each bandwidth.
+    """
+
+    stage: int
+    overlap: bool
+    seconds: tuple
+
+
+def step_time_over_bandwidth(gigabits, curves, compute_s, crossing):
+    """Draw modelled step times over the bandwidth of the link.
+
+    Parameters
+    ----------
+    gigabits : sequence of float
+        Bandwidths in Gb/s; GB/s are written on a second axis.
+    curves : mapping of str to TimeCurve
+        By name.
+    compute_s : float
+        What the step takes without any message.
+    crossing : float
+        The bandwidth in Gb/s from which messages can be hidden.
+
+    Returns
+    -------
+    Figure
+        Milliseconds on logarithmic axes.
+    """
+    with sheet(9.4, 5.0) as (fig, ax):
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.grid(visible=True, which="major", axis="both")
+        ax.set_xlim(gigabits[0], gigabits[-1] * 4.2)
+        for curve in curves.values():
+            look = STAGES[curve.stage]
+            dash = "-" if curve.overlap else (0, (4, 2))
+            width = 3.2 if curve.stage == 0 and curve.overlap else 2.0
+            ax.plot(gigabits, np.array(curve.seconds) * 1e3, color=look.color, linestyle=dash,
+                    linewidth=width)  # fmt: skip
+        ax.plot([gigabits[0], gigabits[-1]], [compute_s * 1e3] * 2, color=INK, linewidth=1.0,
+                linestyle=(0, (1, 2)))  # fmt: skip
+        longest = max(max(curve.seconds) for curve in curves.values()) * 1e3
+        ax.set_ylim(0.6 * compute_s * 1e3, 1.15 * longest)
+        ends = [curve.seconds[-1] * 1e3 for curve in curves.values()]
+        names = [*curves, "computing alone"]
+        looks = [STAGES[curve.stage].color for curve in curves.values()] + [INK]
+        low, high = np.log10(ax.get_ylim())
+        places = spread(list(np.log10([*ends, compute_s * 1e3])), 0.052 * (high - low))
+        for name, place, color in zip(names, places, looks, strict=True):
+            label_line(ax, gigabits[-1], 10**place, name, color)
+        ax.axvline(crossing, color="#888888", linewidth=1.0, linestyle=(0, (6, 3)))
+        ax.annotate(
+            f"{crossing:.0f} Gb/s: from here on\nmessages can be hidden", (crossing, 0.98),
+            xycoords=("data", "axes fraction"), xytext=(5, 0), textcoords="offset points",
+            va="top", fontsize="small",
+        )  # fmt: skip
+        _two_scales(ax, gigabits)
+        steps = [power * digit for power in (1, 10, 100, 1000, 10_000) for digit in (1, 2, 5)]
+        low, high = ax.get_ylim()
+        steps = [step for step in steps if low <= step <= high]
+        ax.set_yticks(steps, [f"{step:,}" for step in steps])
+        ax.set_ylabel("ms for a step, modelled")
+        told = "; ".join(
+            f"{name} from {curve.seconds[0] * 1e3:.0f} ms to {curve.seconds[-1] * 1e3:.0f} ms"
+            for name, curve in curves.items()
+        )
+        return render(
+            fig,
+            f"Modelled step times over the bandwidth, {gigabits[0]:g} to {gigabits[-1]:g} Gb/s, on "
+            f"logarithmic axes: {told}. Computing alone takes {compute_s * 1e3:.0f} ms. A line at "
+            f"{crossing:.0f} Gb/s marks from where on messages can be hidden.",
+            {"Gb/s": list(gigabits), "GB/s": [speed / 8 for speed in gigabits]}
+            | {f"{name} ms": [s * 1e3 for s in curve.seconds] for name, curve in curves.items()}
+            | {"computing alone ms": compute_s * 1e3, "crossing Gb/s": crossing},
+        )
+
+
+def _two_scales(ax, gigabits):
+    """Write Gb/s below and GB/s above the same axis."""
+    ticks = [speed for speed in (25, 50, 100, 200, 400, 800, 1600) if speed <= gigabits[-1]]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.set_xlabel("Gb/s that one rank sends")
+    above = ax.secondary_xaxis("top", functions=(lambda x: x / 8, lambda x: x * 8))
+    above.set_xticks([tick / 8 for tick in ticks], [f"{tick / 8:g}" for tick in ticks])
+    for each in (ax, above):
+        each.minorticks_off()
+    above.set_xlabel("the same in GB/s")
+
+
+def time_ratio_map(tokens, gigabits, ratios):
+    """Draw how much longer stage 3 takes than data parallelism, over tokens and bandwidth.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        Of each rank in a step, a row each.
+    gigabits : sequence of float
+        Bandwidths in Gb/s, a column each.
+    ratios : array_like, shape (len(tokens), len(gigabits))
+        Modelled step time of stage 3 over that of data parallelism.
+
+    Returns
+    -------
+    Figure
+        A cell with its number for each pair, in three named classes.
+    """
+    ratios = np.asarray(ratios, float)
+    kinds = np.digitize(ratios, [limit for limit, _ in _RATIO_CLASSES[1:]])
+    with sheet(8.8, 0.9 + 0.5 * len(tokens)) as (fig, ax):
+        ax.grid(visible=False)
+        ax.set_xlim(0, len(gigabits))
+        ax.set_ylim(0, len(tokens))
+        for row, column in np.ndindex(ratios.shape):
+            look = _RATIO_CLASSES[kinds[row, column]][1]
+            _map_cell(ax, column, row, look, f"{ratios[row, column]:.2f}")
+        ax.set_xticks(np.arange(len(gigabits)) + 0.5, [f"{speed:g}" for speed in gigabits])
+        ax.set_yticks(np.arange(len(tokens)) + 0.5, [f"{count:,}" for count in tokens])
+        ax.tick_params(length=0)
+        ax.set_xlabel("Gb/s that one rank sends")
+        ax.set_ylabel("tokens of a rank in a step")
+        ax.set_title("Step of stage 3 over step of data parallelism, both with overlap, modelled")
+        fig.legend(
+            handles=[_lane_patch(look) for _, look in _RATIO_CLASSES],
+            loc="outside lower center", ncols=len(_RATIO_CLASSES), fontsize="small",
+            handleheight=1.2,
+        )  # fmt: skip
+        counts = np.bincount(kinds.ravel(), minlength=len(_RATIO_CLASSES))
+        told = ", ".join(
+            f"{look.label} in {count}"
+            for (_, look), count in zip(_RATIO_CLASSES, counts, strict=True)
+        )
+        places = [np.unravel_index(at, ratios.shape) for at in (ratios.argmax(), ratios.argmin())]
+        most, least = (
+            f"{ratios[row, column]:.2f}, with {tokens[row]:,} tokens at {gigabits[column]:g} Gb/s"
+            for row, column in places
+        )
+        return render(
+            fig,
+            f"A grid of {len(tokens)} numbers of tokens by {len(gigabits)} bandwidths with the "
+            f"step time of stage 3 over that of data parallelism, modelled: {told} cells. The "
+            f"largest ratio is {most}; the smallest {least}.",
+            {"Gb/s": list(gigabits)}
+            | {f"{count:,} tokens": row for count, row in zip(tokens, ratios, strict=True)},
+        )
+
+
+_RATIO_CLASSES = (
+    (0.0, Look("the same, within 5 %", "#dff1f3", "")),
+    (1.05, Look("up to 1.3 times", KINDS["unsharded"].color, "--")),
+    (1.3, Look("1.3 to 1.5 times", PETROFF10[8], "//")),
+)
+"""From which ratio on, and how it is drawn; darker is slower."""
+
+
+def _map_cell(ax, x, y, look, text):
+    """Draw a cell of a map with its text on a patch of its own colour."""
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle((x, y), 1, 1, **look.bar))
+    ax.text(
+        x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(look.color),
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": look.color, "edgecolor": "none"},
+    )  # fmt: skip

@@ -267,6 +267,7 @@ def test_the_command_joins_the_world_it_is_started_in(clean):
     inside = [launch.find_mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "zero_nb"]
     env = os.environ | clean
     done = subprocess.run([*inside, *words], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
     assert [told["ranks"] for told in json.loads(done.stdout)["processes"]] == [[0], [1]]
     done = subprocess.run(
         [*inside, *words, "--world-size", "3"], env=env, capture_output=True, text=True, timeout=100

@@ -289,7 +289,7 @@ DIVIDE = ValueExercise(
         ),
         "both is in between": Wrong(
             _but(large_both="overflow", small_both="underflow"),
-            "Compute both: 6,000 / 4, added 16 times, is below 65,504. And 2⁻²¹ / 4 is 2⁻²³.",
+            "Compute both: 8,192 / 4, added 16 times, is 32,768. And 2⁻²¹ / 4 is 2⁻²³.",
         ),
         "turned places": Wrong(
             _but(large_after="right", large_before="overflow", small_after="underflow",
@@ -298,9 +298,9 @@ DIVIDE = ValueExercise(
         ),
     },
     hints=(
-        "Follow one number: 6,000 on 16 ranks, added first, divided later.",
+        "Follow one number: 8,192 on 16 ranks, added first, divided later.",
         "fp16 ends at 65,504, and knows nothing between 0 and 2⁻²⁴.",
-        "Added first, 16 times 6,000 is too large; divided first, 2⁻²⁵ becomes 0.",
+        "Added first, 16 times 8,192 is too large; divided first, 2⁻²⁵ becomes 0.",
     ),
 )  # fmt: skip
 

@@ -133,3 +133,28 @@ def test_peak_over_world_size_keeps_its_numbers():
     figure = figures.peak_over_world_size([1, 2], [1000, 700], [900.0, 450.0], 500)
     assert figure.data["measured peak"] == (1000, 700)
     assert "500 B" in figure.alt
+
+
+def test_the_unit_slider_shows_the_peak_of_each_ledger():
+    engines = {name: one_step(3, units=name) for name in ("model", "sublayer")}
+    timelines = {name: engine.ledger.events for name, engine in engines.items()}
+    kinds = ("param", "grad", "optim", "unsharded", "bucket")
+    peaks = {
+        name: max(
+            sum(event.total_bytes[kind] for kind in kinds)
+            for event in events
+            if event.phase in ("forward", "backward")
+        )
+        for name, events in timelines.items()
+    }
+    middle = sum(peaks.values()) // 2
+    slider = figures.unit_slider(timelines, numel=126, world_size=3, stage_2_peak=middle)
+    assert slider.names == ("model", "sublayer")
+    for name, figure in zip(slider.names, slider.figures, strict=True):
+        assert figure.data["peak"] == peaks[name] / 126
+        # Before the first gather: parameters and optimizer states, 12 bytes over 3 ranks.
+        assert figure.data["begins with"] == pytest.approx(4)
+        assert f"Unit: {name}." in figure.alt
+    assert "above the peak of stage 2" in slider.figures[0].alt
+    assert "below the peak of stage 2" in slider.figures[1].alt
+    assert slider.figures[0].png != slider.figures[1].png

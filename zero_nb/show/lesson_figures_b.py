@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from zero_nb.show.figure import render
+from zero_nb.show.figure import render, render_stills
+from zero_nb.show.slider import still_slider
 from zero_nb.show.style import (
     INK,
     KINDS,
+    PAPER,
     PETROFF10,
     STAGES,
     Look,
@@ -28,6 +30,7 @@ __all__ = [
     "sent_by_collective",
     "sent_over_micro_batches",
     "stage_3_lanes",
+    "unit_slider",
 ]
 
 HELD = ("param", "grad", "optim")
@@ -107,9 +110,8 @@ def _name_ranks(ax, layout, owned):
     shard = layout.shard_numel
     if layout.padded_numel <= 40:
         for element in range(layout.padded_numel):
-            color = rank_look(element // shard).color
             if element < layout.numel:
-                _on(ax, element + 0.5, 0.5, str(element), color, fontsize="small")
+                _on(ax, element + 0.5, 0.5, str(element), PAPER, fontsize="small")
             ax.plot([element, element], [0, 1], color="#ffffff", linewidth=1.2)
     for rank, (start, stop) in enumerate(owned):
         middle = (rank + 0.5) * shard
@@ -574,6 +576,94 @@ def _first_run(height, base):
     while right < len(height) and (height[right], base[right]) == (height[left], base[left]):
         right += 1
     return left, right
+
+
+def unit_slider(timelines, numel, world_size, stage_2_peak):
+    """Draw the memory of one rank over a stage-3 step, a picture for each size of unit.
+
+    Parameters
+    ----------
+    timelines : mapping of str to sequence of LedgerEvent
+        By size of unit the events of one step in float32.
+    numel, world_size : int
+    stage_2_peak : int
+        What stage 2 needs for the same step, in bytes; a line to compare with.
+
+    Returns
+    -------
+    StillSlider
+        Bytes per parameter, without activations. Forward takes a third of the width and backward
+        two thirds: the pictures show the order, not the time.
+    """
+    curves = {name: _memory_of_units(events) for name, events in timelines.items()}
+    peaks = {name: max(map(sum, rows)) / numel for name, (_, rows) in curves.items()}
+    line = stage_2_peak / numel
+    top = 1.12 * max(*peaks.values(), line)
+    begin = {name: sum(rows[0]) / numel for name, (_, rows) in curves.items()}
+    words = [
+        (
+            f"Memory of one of {world_size} ranks over a stage-3 step, in bytes per parameter. "
+            f"Unit: {name}. It begins with {begin[name]:.3g} and peaks at {peak:.3g}, "
+            f"{'above' if peak > line else 'below'} the peak of stage 2, {line:.3g}.",
+            {"peak": peak, "begins with": begin[name], "peak of stage 2": line},
+        )
+        for name, peak in peaks.items()
+    ]
+    with sheet(9.0, 3.7) as (fig, ax):
+        ax.set(xlim=(0, 3), ylim=(0, top))
+        ax.set_xticks([0.5, 2], ["forward", "backward"])
+        ax.tick_params(axis="x", length=0)
+        ax.axvline(1, color="#888888", linewidth=0.8)
+        ax.set_ylabel("bytes per parameter")
+        ax.set_title("Memory of one rank over a step, without activations")
+        fig.legend(handles=[_patch(KINDS[kind]) for kind in _UNDER],
+                   loc="outside lower center", ncols=len(_UNDER))  # fmt: skip
+
+        def draw(i):
+            """Add the stacked areas of one size of unit, its peak, and the line of stage 2."""
+            name, (x, rows) = list(curves.items())[i]
+            return [*_stack_of_units(ax, x, np.array(rows) / numel), *_lines_of_units(
+                ax, name, x[int(np.argmax([sum(row) for row in rows]))], peaks[name], line
+            )]  # fmt: skip
+
+        figures = render_stills(fig, words, draw, dpi=100)
+    return still_slider(figures, list(timelines), "unit")
+
+
+def _memory_of_units(events):
+    """Where in the step each event lies, forward in 0..1, backward in 1..3; bytes by kind."""
+    x, rows = [], []
+    for phase, start, width in (("forward", 0, 1), ("backward", 1, 2)):
+        inside = [e for e in events if e.phase == phase and e.kind in _UNDER]
+        x += [start + width * (i + 0.5) / len(inside) for i in range(len(inside))]
+        rows += [[event.total_bytes[kind] for kind in _UNDER] for event in inside]
+    # What is there before the first gather, and after the last event.
+    before = [0 if kind in ("unsharded", "bucket") else n for kind, n in
+              zip(_UNDER, rows[0], strict=True)]  # fmt: skip
+    return [0.0, *x, 3.0], [before, *rows, rows[-1]]
+
+
+def _stack_of_units(ax, x, heights):
+    """Fill the kinds of memory, one on another."""
+    base, areas = np.zeros(len(x)), []
+    for kind, height in zip(_UNDER, heights.T, strict=True):
+        look = KINDS[kind].bar | {"linewidth": 0}
+        areas.append(ax.fill_between(x, base, base + height, step="post", **look))
+        base = base + height
+    return areas
+
+
+def _lines_of_units(ax, name, place, peak, line):
+    """Name the peak, and the line to compare with."""
+    plate = {"boxstyle": "round,pad=0.2", "facecolor": "#ffffff", "edgecolor": "none"}
+    compared = ax.axhline(line, color=INK, linewidth=1.4, linestyle=(0, (6, 3)))
+    words = ax.text(0.03, line, f"peak of stage 2: {line:.3g}", va="bottom", bbox=plate)
+    (dot,) = ax.plot([place], [peak], "o", color=INK, markersize=6)
+    label = ax.annotate(
+        f"unit: {name}, peak {peak:.3g}", (place, peak), xytext=(0, 8), bbox=plate,
+        textcoords="offset points", ha="center", fontweight="bold",
+    )  # fmt: skip
+    return [compared, words, dot, label]
 
 
 def peak_over_world_size(world_sizes, peaks, share, floor):

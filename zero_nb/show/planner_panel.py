@@ -34,12 +34,17 @@ def plan_view(model, world_size, device, stage="auto", micro_batch=1, **options)
     -------
     str
     """
+    return _picture_and_page(model, world_size, device, stage, micro_batch, **options)[1]
+
+
+def _picture_and_page(model, world_size, device, stage, micro_batch, **options):
+    """The picture of a plan, and the page with it and the plan's advice."""
     settings = {"stage": stage, "micro_batch": micro_batch} | options
     cluster = ClusterSpec.of(device, world_size)
     answer = plan(model, cluster, **settings)
     figure = plan_bars(model, cluster, **settings)
     advice = "".join(f"<li>{html.escape(line)}</li>" for line in answer.advice)
-    return f"{figure._repr_html_()}<ul>{advice}</ul>"
+    return figure, f"{figure._repr_html_()}<ul>{advice}</ul>"
 
 
 def planner_panel(model="llama-7b", world_size=8, device="h100-80gb", stage="auto", micro_batch=1):
@@ -53,7 +58,8 @@ def planner_panel(model="llama-7b", world_size=8, device="h100-80gb", stage="aut
     Returns
     -------
     ipywidgets.VBox
-        Printed as the sentence of the picture it shows.
+        Printed as what is chosen and the sentence of the picture: all that is left of it in a page
+        without a kernel.
     """
     import ipywidgets as widgets
 
@@ -62,7 +68,7 @@ def planner_panel(model="llama-7b", world_size=8, device="h100-80gb", stage="aut
 
         def __repr__(self):
             chosen = {name: control.value for name, control in self.controls.items()}
-            return f"planner panel: {chosen}"
+            return f"planner panel (run the cell to move it): {chosen}\n{self.figure!r}"
 
     wide = {"description_width": "7em"}
     controls = {
@@ -88,13 +94,14 @@ def planner_panel(model="llama-7b", world_size=8, device="h100-80gb", stage="aut
 
     def draw(_change=None):
         """Draw what the controls say."""
-        view.value = plan_view(**{name: control.value for name, control in controls.items()})
+        chosen = {name: control.value for name, control in controls.items()}
+        panel.figure, view.value = _picture_and_page(**chosen)
 
+    panel = PlannerPanel([*controls.values(), view])
+    panel.controls, panel.view = controls, view
     for control in controls.values():
         control.observe(draw, names="value")
     draw()
-    panel = PlannerPanel([*controls.values(), view])
-    panel.controls, panel.view = controls, view
     return panel
 
 

@@ -4,6 +4,7 @@
 #   make lab        open the notebooks in JupyterLab
 #   make test       all tests and all notebooks
 #   make check      style and import contracts only (seconds)
+#   make book       the course, the pages and the reference as a web site to read offline
 #   make figures    write figures/
 #   make notebooks  execute the notebooks and write them in normal form
 #
@@ -15,11 +16,11 @@ VENV := .venv
 WORKERS ?= auto
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
-EXTRAS := lab,dev
+EXTRAS := lab,dev,book
 else
 BIN := $(VENV)/bin
 # The tests start real processes; there is no MPICH for Windows to install.
-EXTRAS := lab,dev,mpi
+EXTRAS := lab,dev,book,mpi
 endif
 PY := $(BIN)/python
 # Relative, so that a clone whose path has spaces works. Newer than what it was made from.
@@ -28,7 +29,7 @@ READY := $(VENV)/.ready
 KERNEL_TESTS := $(wildcard $(addprefix tests/test_,$(addsuffix .py, \
     checks flat kernels norm partition precision rank_axis update)))
 
-.PHONY: help run lab test test-without-jit test-long test-browser check figures notebooks clean
+.PHONY: help run lab test test-without-jit test-long test-browser book check figures notebooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +67,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(PY) tools/nbtools.py check
+
+book: $(READY)
+	$(PY) tools/booktools.py build
 
 figures: $(READY)
 	$(BIN)/zero-nb figures --out figures

@@ -26,6 +26,7 @@ SOURCES = [
     "05_stage_2_shard_the_gradients.ipynb",
     "06_stage_3_shard_the_parameters.ipynb",
     "07_what_it_costs_to_talk.ipynb",
+    "09_bug_hunt.ipynb",
     "10_real_processes.ipynb",
     "12_to_deepspeed_and_fsdp.ipynb",
     "A_numba_in_15_minutes.ipynb",

@@ -159,7 +159,7 @@ def _fall(losses):
     Rounded down: training lets last digits grow, and these numbers are compared.
     """
     fall = 1 - sum(losses[-3:]) / 3 / losses[0]
-    return math.floor(20 * fall) * 5
+    return math.floor(round(20 * fall, 9)) * 5
 
 
 def caught_over_world_size(caught):

@@ -120,7 +120,7 @@ def test_huge_numbers_do_not_wrap():
 
 @pytest.mark.parametrize("numels", [[], [1], [3, 3, 3, 3], [10, 1, 1, 1, 1, 9], [0, 0, 5], [4] * 7])
 def test_pieces_follow_one_another_and_hold_about_as_much(numels, monkeypatch):
-    monkeypatch.setattr(checks, "COPY_BLOCK", 4)
+    monkeypatch.setattr(checks, "RUN_BLOCK", 4)
     monkeypatch.setattr(kernels, "PARALLEL_FROM", 4)
     runs = runs_of(*((0, 0, n, 0) for n in numels))
     assert run_groups(runs, 3).tolist() == [0, len(numels)]

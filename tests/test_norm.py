@@ -30,7 +30,7 @@ WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def form(request, monkeypatch):
     """Either form of the kernels; the parallel one in more than one piece."""
     monkeypatch.setattr(kernels, "PARALLEL_FROM", 0 if request.param == "parallel" else 1 << 60)
-    monkeypatch.setattr(checks, "COPY_BLOCK", 4)
+    monkeypatch.setattr(checks, "RUN_BLOCK", 4)
 
 
 def one_run(*numels):
@@ -170,7 +170,7 @@ def test_D1_the_norm_of_two_shards_is_that_of_the_whole():
 @FORMATS
 def test_threads_change_nothing(fmt, monkeypatch):
     monkeypatch.setattr(kernels, "PARALLEL_FROM", 0)
-    monkeypatch.setattr(checks, "COPY_BLOCK", 1000)
+    monkeypatch.setattr(checks, "RUN_BLOCK", 1000)
     x = fmt.round(np.random.default_rng(0).standard_normal(30_011).astype(np.float32))
     runs = one_run(*[1000] * 30, 11)
     found = set()

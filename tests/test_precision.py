@@ -130,7 +130,7 @@ def test_shapes_are_kept_and_out_is_used(fmt, shape):
 def test_the_parallel_kernels_give_the_same_bits(fmt, monkeypatch):
     size = 150_001 if not numba.config.DISABLE_JIT else 301
     if numba.config.DISABLE_JIT:
-        monkeypatch.setattr(kernels, "COPY_BLOCK", 100)
+        monkeypatch.setattr(kernels, "CAST_BLOCK", 100)
     x = np.random.default_rng(1).standard_normal(size).astype(np.float32)
     stored = fmt.round(x)
     wide = fmt.widen(stored)

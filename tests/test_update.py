@@ -25,7 +25,7 @@ PLACES = {"TARGET": "full_own", "GRAD": "shard", "STATE": "shard", "PARAM": "ful
 def form(request, monkeypatch):
     """Either form of the kernels; the parallel one in more than one piece."""
     monkeypatch.setattr(kernels, "PARALLEL_FROM", 0 if request.param == "parallel" else 1 << 60)
-    monkeypatch.setattr(checks, "COPY_BLOCK", 4)
+    monkeypatch.setattr(checks, "RUN_BLOCK", 4)
     if not JIT:
         monkeypatch.setattr(kernels, "CACHE_BLOCK", 4)
 
@@ -191,7 +191,7 @@ def test_G1_each_run_has_its_own_decay():
 @FORMATS
 def test_threads_change_nothing(fmt, monkeypatch):
     monkeypatch.setattr(kernels, "PARALLEL_FROM", 0)
-    monkeypatch.setattr(checks, "COPY_BLOCK", 1000)
+    monkeypatch.setattr(checks, "RUN_BLOCK", 1000)
     results = []
     for threads in (1, 2):
         before = numba.get_num_threads()
@@ -317,3 +317,20 @@ def test_momentum_needs_a_buffer():
         with pytest.raises(ValueError, match="momentum_buffer"):
             sgd_update(x, np.ones(8, np.float32), None, runs, hyper[None], nesterov=nesterov)
     assert (x == SENTINEL).all()
+
+
+def test_a_rounded_float64_product_with_the_reciprocal_is_the_float32_quotient():
+    # What _adam_loop relies on, over every exponent a square root can have, and the hardest
+    # fractions: those beside a power of two and beside a multiple of the divisor.
+    rng = np.random.default_rng(0)
+    exponents = np.arange(-75, 64)
+    fractions = np.concatenate((1 + rng.random(3_000), [1, 1 + 2**-23, 2 - 2**-23])).astype("f4")
+    square_roots = np.ldexp(fractions[:, None], exponents).astype(np.float32).reshape(-1)
+    for t in (1, 2, 3, 10, 1000, 10**6):
+        for beta2 in (0.0, 0.5, 0.9, 0.99, 0.999, 1 - 2**-20):
+            divisor = adam_hyper(1.0, (0.9, beta2), 1e-8, 0.0, t)[kernels.ADAM_BIAS2_SQRT]
+            product = square_roots.astype(np.float64) * (1.0 / np.float64(divisor))
+            assert (product.astype(np.float32) == square_roots / divisor).all()
+            near = (np.arange(1, 4_000, dtype=np.float32) * divisor).astype(np.float32)
+            product = near.astype(np.float64) * (1.0 / np.float64(divisor))
+            assert (product.astype(np.float32) == near / divisor).all()

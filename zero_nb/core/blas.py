@@ -11,7 +11,7 @@ from functools import cache
 
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["one_blas_thread"]
+__all__ = ["blas_threads", "one_blas_thread"]
 
 _depth = 0
 
@@ -25,8 +25,17 @@ def _controller():
 
 
 @contextmanager
-def one_blas_thread():
-    """Limit BLAS to one thread within the block; blocks may be nested."""
+def blas_threads(count):
+    """Limit BLAS to some threads within the block; blocks may be nested, the outermost decides.
+
+    For benchmarks that give both sides the same number of threads. With any other number than one
+    nothing is claimed of bits, see [Note: one BLAS thread].
+
+    Parameters
+    ----------
+    count : int
+        At least 1.
+    """
     global _depth
     if _depth:
         _depth += 1
@@ -35,9 +44,14 @@ def one_blas_thread():
         finally:
             _depth -= 1
         return
-    with _controller().limit(limits=1, user_api="blas"):
+    with _controller().limit(limits=count, user_api="blas"):
         _depth = 1
         try:
             yield
         finally:
             _depth = 0
+
+
+def one_blas_thread():
+    """Limit BLAS to one thread within a ``with`` block; blocks may be nested."""
+    return blas_threads(1)

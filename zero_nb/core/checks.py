@@ -3,10 +3,10 @@
 import numpy as np
 
 from zero_nb.core.kernels import (
-    COPY_BLOCK,
     HYPER,
     NUMEL,
     ROW,
+    RUN_BLOCK,
     RUN_COLUMNS,
     _run_extents,
     _run_groups,
@@ -198,22 +198,22 @@ def _raise_if_twice(runs, name, column):
         )
 
 
-def run_groups(runs, elements):
+def run_groups(runs, work):
     """Group consecutive runs into pieces of about equal work for parallel kernels.
 
     Parameters
     ----------
     runs : numpy.ndarray
         int64, shape (n, 7).
-    elements : int
-        Elements of all runs; little work stays in one group.
+    work : int
+        Work in all runs, in elements that are copied; little stays in one group.
 
     Returns
     -------
     numpy.ndarray
         int64; runs ``groups[i]:groups[i + 1]`` make one group.
     """
-    if not runs_parallel(elements):
+    if not runs_parallel(work):
         return np.array((0, len(runs)), np.int64)
     groups = np.zeros(max(len(runs), 1) + 1, np.int64)
-    return groups[: max(_run_groups(runs, COPY_BLOCK, groups), 1) + 1]
+    return groups[: max(_run_groups(runs, RUN_BLOCK, groups), 1) + 1]

@@ -5,7 +5,7 @@ R ranks hosted by this process, W world_size, F padded flat length of a unit, S 
 [Note: table of runs] A run is a stretch of real elements that are updated alike. Its row in the
 table says where it begins in each flattened buffer (TARGET, GRAD, STATE, PARAM), how many
 elements it has (NUMEL), which hosted rank it belongs to (ROW) and which row of hyper-parameters
-it uses (HYPER). Padding is in no run. Long runs are cut at 65,536 elements, so that threads share
+it uses (HYPER). Padding is in no run. Long runs are cut at 16,384 elements, so that threads share
 them evenly.
 """
 
@@ -18,12 +18,12 @@ import numpy as np
 
 from zero_nb.core.checks import check_array, check_no_overlap, check_world_size
 from zero_nb.core.kernels import (
-    COPY_BLOCK,
     GRAD,
     HYPER,
     NUMEL,
     PARAM,
     ROW,
+    RUN_BLOCK,
     RUN_COLUMNS,
     STATE,
     TARGET,
@@ -48,7 +48,7 @@ __all__ = [
     "unflatten",
 ]
 
-RUN_LIMIT = COPY_BLOCK  # elements of the longest run in a table
+RUN_LIMIT = RUN_BLOCK  # elements of the longest run in a table
 _PLACES = {"TARGET": TARGET, "GRAD": GRAD, "STATE": STATE, "PARAM": PARAM}
 
 

@@ -41,13 +41,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Below this much work, in elements that are copied, the sequential form is faster than waking the
-# threads. An element of an update counts as ADAM_WORK of them.
+# threads. An element of an update or a sum of squares counts as so many of them.
 PARALLEL_FROM = 1 << 18
-ADAM_WORK = 8
+UPDATE_WORK, SQUARES_WORK = 8, 4
 
 STREAM_FROM = 1 << 25  # bytes written in one call, see [Note: streaming]
 
 COPY_BLOCK = 1 << 16  # elements of one block of a copy
+CAST_BLOCK = 1 << 14  # elements of one block of a cast
+RUN_BLOCK = 1 << 14  # elements of the longest run, and of a group of runs that a thread takes
 SUM_BLOCK = 1 << 13  # elements of one block of a sum over rows
 CACHE_BLOCK = 1 << 10  # elements of one block that is widened into a scratch in the L1 cache
 
@@ -102,6 +104,11 @@ def streams(written_bytes):
 def copy_blocks(elements):
     """Count the blocks of a copy."""
     return -(-elements // COPY_BLOCK)
+
+
+def cast_blocks(elements):
+    """Count the blocks of a cast."""
+    return -(-elements // CAST_BLOCK)
 
 
 def sum_blocks(elements):
@@ -200,6 +207,12 @@ else:
             return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
 
         return types.int64(types.int64), build
+
+
+@_jit()
+def _address(array, start):
+    """Return the address of an element."""
+    return np.int64(array.ctypes.data) + start * array.itemsize
 
 
 @_jit()
@@ -325,31 +338,47 @@ def _round(source, code, out):
 
 
 @_jit()
-def _widen_blocks(source, code, out, first, last):
+def _widen_blocks(source, code, out, stream, first, last):
     """Widen blocks first..last of a buffer."""
-    start, stop = first * COPY_BLOCK, min(last * COPY_BLOCK, out.size)
-    _widen(source[start:stop], code, out[start:stop])
+    start, stop = first * CAST_BLOCK, min(last * CAST_BLOCK, out.size)
+    if not stream:
+        _widen(source[start:stop], code, out[start:stop])
+        return
+    scratch = np.empty(CACHE_BLOCK, np.float32)
+    for at in range(start, stop, CACHE_BLOCK):
+        end = min(at + CACHE_BLOCK, stop)
+        _widen(source[at:end], code, scratch[: end - at])
+        _stream(_address(out, at), _address(scratch, 0), (end - at) * 4)
+    _fence()
 
 
 @_jit(parallel=True)
-def _widen_blocks_parallel(source, code, out, first, last):
+def _widen_blocks_parallel(source, code, out, stream, first, last):
     """Widen blocks first..last of a buffer."""
     for b in prange(first, last):
-        _widen_blocks(source, code, out, np.int64(b), np.int64(b) + 1)
+        _widen_blocks(source, code, out, stream, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _round_blocks(source, code, out, first, last):
+def _round_blocks(source, code, out, stream, first, last):
     """Round blocks first..last of a buffer."""
-    start, stop = first * COPY_BLOCK, min(last * COPY_BLOCK, out.size)
-    _round(source[start:stop], code, out[start:stop])
+    start, stop = first * CAST_BLOCK, min(last * CAST_BLOCK, out.size)
+    if not stream:
+        _round(source[start:stop], code, out[start:stop])
+        return
+    scratch = np.empty(2 * CACHE_BLOCK, out.dtype)
+    for at in range(start, stop, scratch.size):
+        end = min(at + scratch.size, stop)
+        _round(source[at:end], code, scratch[: end - at])
+        _stream(_address(out, at), _address(scratch, 0), (end - at) * out.itemsize)
+    _fence()
 
 
 @_jit(parallel=True)
-def _round_blocks_parallel(source, code, out, first, last):
+def _round_blocks_parallel(source, code, out, stream, first, last):
     """Round blocks first..last of a buffer."""
     for b in prange(first, last):
-        _round_blocks(source, code, out, np.int64(b), np.int64(b) + 1)
+        _round_blocks(source, code, out, stream, np.int64(b), np.int64(b) + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -401,18 +430,26 @@ def _add_rows_float32(x, rows, numel, start, o):
 
 
 @_jit()
-def _sum_rows(x, rows, out, first, last):
+def _sum_rows(x, rows, out, stream, first, last):
     """Blocks first..last of the sum of float32 rows."""
     numel = out.size
-    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
-        _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+    if not stream:
+        for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
+            _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
+        return
+    scratch = np.empty(2 * CACHE_BLOCK, np.float32)
+    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), scratch.size):
+        total = scratch[: min(scratch.size, numel - start)]
+        _add_rows_float32(x, rows, numel, start, total)
+        _stream(_address(out, start), _address(scratch, 0), total.size * 4)
+    _fence()
 
 
 @_jit(parallel=True)
-def _sum_rows_parallel(x, rows, out, first, last):
+def _sum_rows_parallel(x, rows, out, stream, first, last):
     """Blocks first..last of the sum of float32 rows."""
     for b in prange(first, last):
-        _sum_rows(x, rows, out, np.int64(b), np.int64(b) + 1)
+        _sum_rows(x, rows, out, stream, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
@@ -480,25 +517,38 @@ def _sum_rows_everywhere_bits_parallel(x, rows, numel, code, first, last):
 
 
 @_jit()
-def _spread(source, out, rows, skip, first, last):
+def _copy_to_rows(source, out, numel, rows, start, skip, stream):
+    """Copy one block of a row to its place in every row but ``skip``."""
+    at, count = _address(source, 0), source.size * source.itemsize
+    for r in range(rows):
+        if r != skip:
+            to = _address(out, r * numel + start)
+            if stream:
+                _stream(to, at, count)
+            else:
+                _move(to, at, count)
+
+
+@_jit()
+def _spread(source, out, rows, skip, stream, first, last):
     """Copy blocks first..last of the source to every row but ``skip``."""
     numel = source.size
     for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), SUM_BLOCK):
         stop = min(start + SUM_BLOCK, numel)
-        for r in range(rows):
-            if r != skip:
-                _copy(source[start:stop], out[r * numel + start : r * numel + stop])
+        _copy_to_rows(source[start:stop], out, numel, rows, start, skip, stream)
+    if stream:
+        _fence()
 
 
 @_jit(parallel=True)
-def _spread_parallel(source, out, rows, skip, first, last):
+def _spread_parallel(source, out, rows, skip, stream, first, last):
     """Copy blocks first..last of the source to every row but ``skip``."""
     for b in prange(first, last):
-        _spread(source, out, rows, skip, np.int64(b), np.int64(b) + 1)
+        _spread(source, out, rows, skip, stream, np.int64(b), np.int64(b) + 1)
 
 
 @_jit()
-def _spread_diagonal(x, rows, shard, first, last):
+def _spread_diagonal(x, rows, shard, stream, first, last):
     """Copy blocks first..last, counted owner by owner, from the owner's row to all other rows."""
     numel = rows * shard
     blocks = (shard + SUM_BLOCK - 1) // SUM_BLOCK
@@ -507,16 +557,16 @@ def _spread_diagonal(x, rows, shard, first, last):
         start = owner * shard + (b % blocks) * SUM_BLOCK
         stop = min(start + SUM_BLOCK, (owner + 1) * shard)
         source = x[owner * numel + start : owner * numel + stop]
-        for r in range(rows):
-            if r != owner:
-                _copy(source, x[r * numel + start : r * numel + stop])
+        _copy_to_rows(source, x, numel, rows, start, owner, stream)
+    if stream:
+        _fence()
 
 
 @_jit(parallel=True)
-def _spread_diagonal_parallel(x, rows, shard, first, last):
+def _spread_diagonal_parallel(x, rows, shard, stream, first, last):
     """Copy blocks first..last from the owner's row to all other rows."""
     for b in prange(first, last):
-        _spread_diagonal(x, rows, shard, np.int64(b), np.int64(b) + 1)
+        _spread_diagonal(x, rows, shard, stream, np.int64(b), np.int64(b) + 1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -525,10 +575,10 @@ def _spread_diagonal_parallel(x, rows, shard, first, last):
 
 @_jit()
 def _walk(shards, tensors, starts, segments, item, to_full, stream, first, last):
-    """Copy blocks first..last of all shards end to end from the tensors they hold, or to them.
+    """Copy blocks first..last of all tensors end to end to the shards that hold them, or back.
 
     shards and tensors are addresses, item is bytes an element. Segment k is elements
-    starts[k]:starts[k + 1] of all shards end to end; its row has rank, tensor, first element of
+    starts[k]:starts[k + 1] of all tensors end to end; its row has rank, tensor, first element of
     the tensor, and first element of the rank's buffer.
     """
     at = first * COPY_BLOCK
@@ -553,7 +603,7 @@ def _walk(shards, tensors, starts, segments, item, to_full, stream, first, last)
 
 @_jit(parallel=True)
 def _walk_parallel(shards, tensors, starts, segments, item, to_full, stream, first, last):
-    """Copy blocks first..last of all shards end to end from the tensors they hold, or to them."""
+    """Copy blocks first..last of all tensors end to end to the shards that hold them, or back."""
     for b in prange(first, last):
         g = np.int64(b)
         _walk(shards, tensors, starts, segments, item, to_full, stream, g, g + 1)
@@ -611,14 +661,17 @@ def _add_decay(g, p, weight_decay):
         g[i] = g[i] + weight_decay * p[i]
 
 
-@_jit()
-def _adam_block(p, g, m, v, h, decoupled):
-    """One block of Adam (AdamW when decoupled) in PyTorch's order of operations."""
-    decay = np.float32(1.0)
-    if decoupled:
-        decay = h[ADAM_DECAY]
-    else:
-        _add_decay(g, p, h[ADAM_DECAY])
+# Inlined, so that the code of the format is a constant. One loop over four arrays: LLVM gives a
+# loop over five up, as it would have to check too many pairs for overlap.
+@_jit(inline=True)
+def _adam_loop(p, grad, code, m, v, h, scale, decay):
+    """One block of Adam in PyTorch's order of operations, without the L2 term.
+
+    sqrt(v) / bias2_sqrt is taken as a float64 product with the reciprocal, which a processor does
+    faster than it divides. Rounded to float32 it is the quotient, always: no quotient of float32
+    numbers lies within 2**-49 of the middle between two float32 neighbours, relatively, and the
+    product is within 2**-52. (Below the normal numbers it could, but no square root is as small.)
+    """
     # torch.lerp: from the nearer end, m + (g - m) * w or g - (g - m) * (1 - w)
     weight = h[ADAM_ONE_MINUS_BETA1]
     from_g = weight >= np.float32(0.5)
@@ -626,19 +679,31 @@ def _adam_block(p, g, m, v, h, decoupled):
         weight = weight - np.float32(1.0)
     beta2 = h[ADAM_BETA2]
     one_minus_beta2 = h[ADAM_ONE_MINUS_BETA2]
-    bias2_sqrt = h[ADAM_BIAS2_SQRT]
+    reciprocal = np.float64(1.0) / np.float64(h[ADAM_BIAS2_SQRT])
     step_size = h[ADAM_STEP_SIZE]
     eps = h[ADAM_EPS]
     for i in range(p.size):
-        gi = g[i]
+        gi = _wide(grad[i], code) * scale
         mi = m[i]
         base = gi if from_g else mi
         mi = base + (gi - mi) * weight
         vi = v[i] * beta2 + (one_minus_beta2 * gi) * gi
         m[i] = mi
         v[i] = vi
-        denom = np.sqrt(vi) / bias2_sqrt + eps
+        denom = np.float32(np.float64(np.sqrt(vi)) * reciprocal) + eps
         p[i] = p[i] * decay - (step_size * mi) / denom
+
+
+@_jit()
+def _adam_float32(p, grad, m, v, h, scale, decay):
+    """One block of Adam with float32 gradients."""
+    _adam_loop(p, grad, CODE_FLOAT32, m, v, h, scale, decay)
+
+
+@_jit()
+def _adam_bfloat16(p, grad, m, v, h, scale, decay):
+    """One block of Adam with bfloat16 gradients."""
+    _adam_loop(p, grad, CODE_BFLOAT16, m, v, h, scale, decay)
 
 
 @_jit()
@@ -646,22 +711,34 @@ def _adam(
     target, grad, exp_avg, exp_avg_sq, param, runs, hyper, decoupled, codes, groups, first, last
 ):
     """Adam on groups first..last; codes are those of the gradient and the parameter (-1: none)."""
+    one = np.float32(1.0)
     scratch = np.empty(CACHE_BLOCK, np.float32)
     for k in range(groups[first], groups[last]):
         h = hyper[runs[k, HYPER]]
+        scale, decay = h[ADAM_GRAD_SCALE], h[ADAM_DECAY]
         numel = runs[k, NUMEL]
         for at in range(0, numel, CACHE_BLOCK):
             size = min(CACHE_BLOCK, numel - at)
-            g = scratch[:size]
             here = runs[k, GRAD] + at
-            _widen(grad[here : here + size], codes[0], g)
-            _scale_block(g, h[ADAM_GRAD_SCALE])
+            given = grad[here : here + size]
             here = runs[k, TARGET] + at
             p = target[here : here + size]
             here = runs[k, STATE] + at
-            _adam_block(
-                p, g, exp_avg[here : here + size], exp_avg_sq[here : here + size], h, decoupled
-            )
+            m = exp_avg[here : here + size]
+            v = exp_avg_sq[here : here + size]
+            if decoupled and codes[0] == CODE_FLOAT32:
+                _adam_float32(p, given, m, v, h, scale, decay)
+            elif decoupled and codes[0] == CODE_BFLOAT16:
+                _adam_bfloat16(p, given, m, v, h, scale, decay)
+            else:
+                g = scratch[:size]
+                _widen(given, codes[0], g)
+                _scale_block(g, scale)
+                if decoupled:
+                    _adam_float32(p, g, m, v, h, one, decay)
+                else:
+                    _add_decay(g, p, decay)
+                    _adam_float32(p, g, m, v, h, one, one)
             if codes[1] >= 0:
                 here = runs[k, PARAM] + at
                 _round(p, codes[1], param[here : here + size])

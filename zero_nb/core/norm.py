@@ -23,6 +23,7 @@ from zero_nb.core.kernels import (
     GRAD,
     NUMEL,
     ROW,
+    SQUARES_WORK,
     _max_bits,
     _max_bits_parallel,
     _max_of_rows,
@@ -34,11 +35,11 @@ from zero_nb.core.kernels import (
 from zero_nb.core.precision import FLOAT32
 
 
-def _prepare(grad, runs, rows, fmt):
+def _prepare(grad, runs, rows, fmt, work=1):
     """Check the gradient and the runs; return the flat gradient, groups of runs, elements."""
     check_array("grad", grad, dtype=fmt.dtype)
     total = check_runs(runs, read=[("grad", GRAD, grad.size)], rows=rows)
-    return grad.reshape(-1), run_groups(runs, total), total
+    return grad.reshape(-1), run_groups(runs, total * work), total
 
 
 def max_abs(grad, runs, rows, fmt=FLOAT32):
@@ -120,7 +121,7 @@ def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
         An array of another dtype or layout, a run outside the buffer, max_abs not finite, or an
         element far above max_abs, or more elements than total_numel.
     """
-    flat, groups, total = _prepare(grad, runs, rows, fmt)
+    flat, groups, total = _prepare(grad, runs, rows, fmt, SQUARES_WORK)
     exponent, k = _grid(max_abs, total_numel)
     _check_numel(total, rows, total_numel)
     sums = np.zeros(rows, np.int64)
@@ -129,7 +130,7 @@ def sum_squares_fixed(grad, runs, rows, fmt, max_abs, total_numel):
     of_run = np.empty((len(runs), 2), np.int64)
     scale = math.ldexp(1.0, k - 2 * exponent)
     args = (flat, fmt.code, runs, scale, of_run, groups, 0, len(groups) - 1)
-    launch(_sum_squares, _sum_squares_parallel, total, *args)
+    launch(_sum_squares, _sum_squares_parallel, total * SQUARES_WORK, *args)
     seen = int(_sum_of_rows(of_run, runs, sums))
     if not 0 <= seen < 1 << (k + 1):
         _raise_larger(max_abs)

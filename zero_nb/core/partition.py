@@ -131,13 +131,10 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} does not exist at world_size {self.world_size}")
         first, last = np.searchsorted(self.segments[:, 0], (rank, rank + 1))
+        mine = self.segments[first:last, 1:]
+        places = np.cumsum(mine[:, 2]) - mine[:, 2]
         pieces = tuple(
-            (tensor, begin, elements, at)
-            for (_, tensor, begin, elements), at in zip(
-                self.segments[first:last].tolist(),
-                self.table[1][first:last, 3].tolist(),
-                strict=True,
-            )
+            (*piece, at) for piece, at in zip(mine.tolist(), places.tolist(), strict=True)
         )
         length = self.loads[rank]
         return PartitionInfo(
@@ -150,17 +147,19 @@ class Layout:
 
     @cached_property
     def table(self):
-        """Starts of the segments in all shards end to end, with the end, and what a walk needs.
+        """Starts of the segments in all tensors end to end, with the end, and what a walk needs.
 
         The second array has for each segment rank, tensor, first element of the tensor, first
-        element of the rank's buffer.
+        element of the rank's buffer. Segments are in the order of the tensors: a walk then reads
+        or writes both sides in order, and the processor sees what comes next.
         """
-        rank, elements = self.segments[:, 0], self.segments[:, 3]
-        starts = np.concatenate(([0], np.cumsum(elements))).astype(np.int64)
+        rank, tensor, first, elements = self.segments.T
         before = np.cumsum(self.loads) - self.loads
-        walk = self.segments.copy()
-        walk[:, 3] = starts[:-1] - before[rank]
-        return starts, walk
+        places = np.cumsum(elements) - elements - before[rank]
+        full = self.tensor_starts[tensor] + first
+        order = np.argsort(full, kind="stable")
+        walk = np.stack((rank, tensor, first, places), axis=1)[order]
+        return np.append(full[order], self.numel), walk
 
     @cached_property
     def tensor_starts(self):

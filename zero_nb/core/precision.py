@@ -17,8 +17,9 @@ from zero_nb.core.kernels import (
     _round_blocks_parallel,
     _widen_blocks,
     _widen_blocks_parallel,
-    copy_blocks,
+    cast_blocks,
     launch,
+    streams,
 )
 
 
@@ -68,7 +69,8 @@ class Format:
         """
         check_array("x", x, dtype=np.float32)
         out = self._output(x, out, self.dtype)
-        args = (x.reshape(-1), self.code, out.reshape(-1), 0, copy_blocks(x.size))
+        stream = streams(out.nbytes)
+        args = (x.reshape(-1), self.code, out.reshape(-1), stream, 0, cast_blocks(x.size))
         launch(_round_blocks, _round_blocks_parallel, x.size, *args)
         return out
 
@@ -94,7 +96,8 @@ class Format:
         """
         check_array("bits", bits, dtype=self.dtype)
         out = self._output(bits, out, np.dtype(np.float32))
-        args = (bits.reshape(-1), self.code, out.reshape(-1), 0, copy_blocks(bits.size))
+        stream = streams(out.nbytes)
+        args = (bits.reshape(-1), self.code, out.reshape(-1), stream, 0, cast_blocks(bits.size))
         launch(_widen_blocks, _widen_blocks_parallel, bits.size, *args)
         return out
 

@@ -23,9 +23,12 @@ from zero_nb.core.kernels import (
     _sum_rows_everywhere_parallel,
     _sum_rows_parallel,
     launch,
+    streams,
     sum_blocks,
 )
 from zero_nb.core.precision import FLOAT32
+
+MANY_ROWS = 16
 
 
 def _check_rows(name, x, dtype=None, writable=False):
@@ -69,7 +72,9 @@ def sum_rows(x_RN, fmt=FLOAT32, out=None):
     check_no_overlap(x_RN=x_RN, out=out)
     flat, flat_out, last = x_RN.reshape(-1), out.reshape(-1), sum_blocks(numel)
     if fmt is FLOAT32:
-        launch(_sum_rows, _sum_rows_parallel, x_RN.size, flat, rows, flat_out, 0, last)
+        # With many rows little of the traffic is written.
+        stream = rows <= MANY_ROWS and streams(out.nbytes)
+        launch(_sum_rows, _sum_rows_parallel, x_RN.size, flat, rows, flat_out, stream, 0, last)
     else:
         args = (flat, rows, fmt.code, flat_out, 0, last)
         launch(_sum_rows_bits, _sum_rows_bits_parallel, x_RN.size, *args)
@@ -146,7 +151,8 @@ def spread(src_N, out_RN):
     if own_row < 0:
         check_no_overlap(src_N=src_N, out_RN=out_RN)
     src, out = _as_bits(src_N), _as_bits(out_RN)
-    launch(_spread, _spread_parallel, out.size, src, out, rows, own_row, 0, sum_blocks(numel))
+    args = (src, out, rows, own_row, streams(out.nbytes), 0, sum_blocks(numel))
+    launch(_spread, _spread_parallel, out.size, *args)
     return out_RN
 
 
@@ -186,6 +192,6 @@ def spread_diagonal(x_RF):
             "flat.pad first"
         )
     shard = numel // rows
-    args = (_as_bits(x_RF), rows, shard, 0, rows * sum_blocks(shard))
+    args = (_as_bits(x_RF), rows, shard, streams(x_RF.nbytes), 0, rows * sum_blocks(shard))
     launch(_spread_diagonal, _spread_diagonal_parallel, x_RF.size, *args)
     return x_RF

@@ -20,6 +20,7 @@ from zero_nb.core.kernels import (
     SGD_MOMENTUM,
     STATE,
     TARGET,
+    UPDATE_WORK,
     _adam,
     _adam_parallel,
     _sgd,
@@ -105,7 +106,7 @@ def sgd_hyper(lr, momentum=0.0, weight_decay=0.0, grad_scale=1.0):
 
 
 def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, columns):
-    """Check everything an update touches; return flat param, codes, groups of runs, elements.
+    """Check everything an update touches; return flat param, codes, groups of runs, work.
 
     ``buffers`` are the float32 arrays that are written: (name, column, array).
     """
@@ -126,7 +127,8 @@ def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, colum
     total = check_runs(runs, [("grad", GRAD, grad.size)], written, hyper_rows=len(hyper))
     codes = (grad_format.code, -1 if param is None else param_format.code)
     flat_param = _NO_BITS if param is None else param.reshape(-1)
-    return flat_param, codes, run_groups(runs, total), total
+    work = total * UPDATE_WORK
+    return flat_param, codes, run_groups(runs, work), work
 
 
 def adam_update(
@@ -181,13 +183,13 @@ def adam_update(
         ("exp_avg", STATE, exp_avg),
         ("exp_avg_sq", STATE, exp_avg_sq),
     )
-    flat_param, codes, groups, total = _prepare(
+    flat_param, codes, groups, work = _prepare(
         buffers, grad, grad_format, param, param_format, runs, hyper, ADAM_HYPER
     )
     launch(
         _adam,
         _adam_parallel,
-        total,
+        work,
         target.reshape(-1),
         grad.reshape(-1),
         exp_avg.reshape(-1),
@@ -253,7 +255,7 @@ def sgd_update(
     buffers = [("target", TARGET, target)]
     if momentum_buffer is not None:
         buffers.append(("momentum_buffer", STATE, momentum_buffer))
-    flat_param, codes, groups, total = _prepare(
+    flat_param, codes, groups, work = _prepare(
         buffers, grad, grad_format, param, param_format, runs, hyper, SGD_HYPER
     )
     if momentum_buffer is None and (nesterov or np.any(hyper[:, SGD_MOMENTUM])):
@@ -261,7 +263,7 @@ def sgd_update(
     launch(
         _sgd,
         _sgd_parallel,
-        total,
+        work,
         target.reshape(-1),
         grad.reshape(-1),
         _NO_FLOATS if momentum_buffer is None else momentum_buffer.reshape(-1),

@@ -70,6 +70,11 @@ def planner_panel(model="llama-7b", world_size=8, device="h100-80gb", stage="aut
             chosen = {name: control.value for name, control in self.controls.items()}
             return f"planner panel (run the cell to move it): {chosen}\n{self.figure!r}"
 
+        def _repr_mimebundle_(self, **kwargs):
+            """The whole sentence, and the picture for a page without a kernel."""
+            bundle = super()._repr_mimebundle_(**kwargs)
+            return bundle | {"text/plain": repr(self), "text/html": self.view.value}
+
     wide = {"description_width": "7em"}
     controls = {
         "model": widgets.Dropdown(

@@ -124,7 +124,7 @@ class ShardCover(Invariant):
     """Updates a twin of the trainer that has a sentinel in each element."""
 
     name = "shard cover"
-    claim = "Each element is updated once in a step: not never, not twice."
+    claim = "Each element is updated exactly once in a step, by its owner."
 
     def built(self, engine):
         """Take one from each sentinel, and see which have become one less."""

@@ -23,7 +23,7 @@ def _chromium():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    """Serve a copy of the notebooks; yield the folder and the address of a file in it."""
+    """Serve a copy of the notebooks; yield the address of JupyterLab."""
     folder = tmp_path_factory.mktemp("lab") / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     with socket.socket() as probe:
@@ -39,6 +39,9 @@ def lab(tmp_path_factory):
             "--LabApp.news_url=None",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
             "--LabApp.extension_manager=readonly",
+            "--ServerApp.terminals_enabled=False",
+            # Nobody edits in it: no copies of what was there before.
+            "--FileCheckpoints.checkpoint_dir=" + str(home / "checkpoints"),
         ],
         cwd=folder,
         env=os.environ
@@ -52,8 +55,7 @@ def lab(tmp_path_factory):
     )
     try:
         _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", server)
-        # `doc` mode shows one notebook and nothing else, whatever was open before.
-        yield lambda name: f"http://127.0.0.1:{port}/doc/tree/{name}?token={TOKEN}&reset"
+        yield f"http://127.0.0.1:{port}/lab?token={TOKEN}&reset"
     finally:
         server.terminate()
         try:
@@ -99,11 +101,23 @@ def browser():
         chromium.close()
 
 
-@pytest.fixture
-def page(browser):
-    """Open a page at a laptop's width."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+@pytest.fixture(scope="session")
+def page(browser, lab):
+    """Open JupyterLab once, at a laptop's width; notebooks are opened and closed in it."""
+    context = browser.new_context(viewport={"width": 1366, "height": 768})
     page = context.new_page()
     page.set_default_timeout(60_000)
+    page.goto(lab)
+    page.wait_for_function("() => window.jupyterapp?.restored.then(() => true)")
+    page.evaluate(ONE_NOTEBOOK_AND_NOTHING_ELSE)
     yield page
     context.close()
+
+
+ONE_NOTEBOOK_AND_NOTHING_ELSE = """async () => {
+  const { shell, serviceManager } = window.jupyterapp;
+  await serviceManager.ready;
+  shell.mode = 'single-document';
+  shell.collapseLeft();
+  shell.collapseRight();
+}"""

@@ -32,6 +32,7 @@ without JIT a wrapping add would warn, so the formulas below never wrap.
 """
 
 import ctypes
+import os
 import threading
 
 import numba
@@ -74,6 +75,7 @@ _MAGIC = np.float64(4503599627370496.0)
 _MAGIC_BITS = np.int64(0x4330000000000000)
 
 _lock = threading.Lock()
+_forked = False
 
 
 def _jit(parallel=False, inline=False):
@@ -126,10 +128,24 @@ def launch(kernel, parallel, elements, *args):
     if numba.config.DISABLE_JIT:
         with np.errstate(all="ignore"):  # compiled code does not warn either
             return (parallel if runs_parallel(elements) else kernel)(*args)
-    if not runs_parallel(elements):
+    if _forked or not runs_parallel(elements):
         return kernel(*args)
     with _lock:
         return parallel(*args)
+
+
+def _after_fork():
+    """Let a forked child run every kernel in its one thread, with the same bits.
+
+    Its parent's worker threads do not exist there: a parallel kernel would wait for them forever
+    (workqueue), or end the process (GNU's OpenMP). Another thread may have held the lock.
+    """
+    global _lock, _forked
+    _lock, _forked = threading.Lock(), True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from zero_nb.compare import compare_stages, digits_task, measure_memory, train_stage
 from zero_nb.show.figure import write_manifest
+from zero_nb.show.poster import poster
 from zero_nb.show.theory_figures import THEORY_FIGURES
 from zero_nb.show.timeline_figures import TIMELINE_FIGURES
 from zero_nb.show.training_figures import (
@@ -89,6 +90,7 @@ def _write(out, comparison, drawing, recognition, progress):
             measure_memory(WORLD_SIZES, progress=progress)
         ),
         "drawn_digits": drawn_digits(drawing, recognition),
+        "poster": poster(),
     } | {name: draw() for name, draw in (THEORY_FIGURES | TIMELINE_FIGURES).items()}
     for name, figure in figures.items():
         figure.save(out, name)

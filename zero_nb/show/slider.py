@@ -67,6 +67,7 @@ class StillSlider:
             f"{html.escape(self.label)}</label> "
             f'<input id="zero-nb-slider-{number}" type="range" min="0" '
             f'max="{len(self.figures) - 1}" value="{self.start}" step="1" '
+            'style="width: min(24em, 60%); vertical-align: middle" '
             f'data-lm-suppress-shortcuts="true" data-names="{names}" '
             f'aria-valuetext="{html.escape(self.names[self.start])}" '
             f'oninput="{html.escape(_SCRIPT)}"> '

@@ -230,7 +230,7 @@ def _pictures(moments, units, stage, world_size):
             held = _draw_held(ranks, moment, units, places, world_size)
             return [title, *held, *_draw_place(fig, curve, number, moments)]
 
-        return render_stills(fig, words, draw)
+        return render_stills(fig, words, draw, dpi=100)
 
 
 def _lay_out_ranks(ax, units, world_size):
@@ -297,7 +297,7 @@ def _lay_out_curve(ax, moments):
     totals = [moment.total for moment in moments]
     ax.step(range(len(totals)), totals, where="post", color="#888888", linewidth=1.4)
     ax.set_ylim(0, 1.35 * max(totals))
-    ax.set_xlim(0, len(totals) - 0.5)
+    ax.set_xlim(-1, len(totals) - 0.5)
     ax.set_xticks([])
     ax.locator_params(axis="y", nbins=2)
     bytes_axis(ax.yaxis)

@@ -7,6 +7,8 @@
 #   make book       the course, the pages and the reference as a web site to read offline
 #   make figures    write figures/
 #   make notebooks  execute the notebooks and write them in normal form
+#   make bench      time everything beside NumPy: a table with what has to be reached (10 minutes)
+#   make bench-peers  the same beside PyTorch and JAX too, in an environment of its own
 #
 # Another interpreter: make PYTHON=python3.13 run
 
@@ -23,6 +25,8 @@ BIN := $(VENV)/bin
 EXTRAS := lab,dev,book,mpi
 endif
 PY := $(BIN)/python
+PEERS := .venv-peers
+PEERS_PY := $(subst $(VENV)/,$(PEERS)/,$(PY))
 # Relative, so that a clone whose path has spaces works. Newer than what it was made from.
 READY := $(VENV)/.ready
 # What runs as plain Python too, see `test`.
@@ -77,5 +81,19 @@ figures: $(READY)
 notebooks: $(READY)
 	$(PY) tools/nbtools.py run
 
+bench: $(READY)
+	$(PY) benchmarks/run.py
+
+# The package itself is in there too, so that both sides run in one process where they can.
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(PEERS): PyTorch and JAX are large"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS_PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+	    torch==2.13.0 jax optax ml_dtypes
+	$(PEERS_PY) -c "open('$(PEERS)/.ready', 'w').close()"
+
+bench-peers: $(PEERS)/.ready
+	$(PEERS_PY) benchmarks/run.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf $(VENV) $(PEERS) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

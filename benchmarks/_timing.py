@@ -363,6 +363,34 @@ def table(rows):
     return "\n".join([*out, *notes])
 
 
+def summary(rows):
+    """Return the lines that had to reach something, the worst case of each, as a table of text."""
+    groups = {}
+    for row in rows:
+        if row.reach is not None:
+            # The case without its sizes; the peer without the way that was its best.
+            key = row.what, row.against.split()[0].split(".")[0], row.reach, row.at_most
+            groups.setdefault(key, []).append(row)
+    lines = []
+    for group in groups.values():
+        known = [row for row in group if row.measured is not None]
+        if not known:
+            lines.append(group[0])
+            continue
+        worst = max if group[0].at_most else min
+        row = worst(known, key=lambda row: row.measured)
+        short = sum(row.reached is False for row in known)
+        case = f"worst of {len(known)}: {row.case}" if len(known) > 1 else row.case
+        note = f"{short} of {len(known)} cases fall short" if short and len(known) > 1 else ""
+        told = asdict(row) | {"case": case, "note": note}
+        lines.append(Row(**told))
+    reached = sum(row.reached is True for row in rows)
+    asked = sum(row.reached is not None for row in rows)
+    return f"{reached} of {asked} measured cases reach what they have to; the worst of each:\n" + (
+        table(lines)
+    )
+
+
 def parser(description):
     """Return a parser with the options that all parts have."""
     made = argparse.ArgumentParser(description=description)

@@ -42,9 +42,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Below this much work, in elements that are copied, the sequential form is faster than waking the
-# threads. An element of an update or a sum of squares counts as so many of them.
+# threads. An element of other work counts as so many of them.
 PARALLEL_FROM = 1 << 18
-UPDATE_WORK, SQUARES_WORK = 8, 4
+UPDATE_WORK, SQUARES_WORK, CAST_WORK, SUM_WORK = 8, 4, 4, 2
 
 STREAM_FROM = 1 << 25  # bytes written in one call, see [Note: streaming]
 
@@ -232,6 +232,12 @@ def _address(array, start):
 
 
 @_jit()
+def _until_line(array, start, stop):
+    """Return where the first line begins in array[start:stop]: chunks from there on are aligned."""
+    return min(start + (-_address(array, start) & (_LINE - 1)) // array.itemsize, stop)
+
+
+@_jit()
 def _stream(to, source, count):
     """Copy bytes from address to address past the caches; end with _fence()."""
     if count < _LEAST_STREAM:
@@ -361,7 +367,9 @@ def _widen_blocks(source, code, out, stream, first, last):
         _widen(source[start:stop], code, out[start:stop])
         return
     scratch = np.empty(CACHE_BLOCK, np.float32)
-    for at in range(start, stop, CACHE_BLOCK):
+    line = _until_line(out, start, stop)
+    _widen(source[start:line], code, out[start:line])
+    for at in range(line, stop, CACHE_BLOCK):
         end = min(at + CACHE_BLOCK, stop)
         _widen(source[at:end], code, scratch[: end - at])
         _stream(_address(out, at), _address(scratch, 0), (end - at) * 4)
@@ -383,7 +391,9 @@ def _round_blocks(source, code, out, stream, first, last):
         _round(source[start:stop], code, out[start:stop])
         return
     scratch = np.empty(2 * CACHE_BLOCK, out.dtype)
-    for at in range(start, stop, scratch.size):
+    line = _until_line(out, start, stop)
+    _round(source[start:line], code, out[start:line])
+    for at in range(line, stop, scratch.size):
         end = min(at + scratch.size, stop)
         _round(source[at:end], code, scratch[: end - at])
         _stream(_address(out, at), _address(scratch, 0), (end - at) * out.itemsize)
@@ -454,8 +464,11 @@ def _sum_rows(x, rows, out, stream, first, last):
             _add_rows_float32(x, rows, numel, start, out[start : min(start + SUM_BLOCK, numel)])
         return
     scratch = np.empty(2 * CACHE_BLOCK, np.float32)
-    for start in range(first * SUM_BLOCK, min(last * SUM_BLOCK, numel), scratch.size):
-        total = scratch[: min(scratch.size, numel - start)]
+    start, stop = first * SUM_BLOCK, min(last * SUM_BLOCK, numel)
+    line = _until_line(out, start, stop)
+    _add_rows_float32(x, rows, numel, start, out[start:line])
+    for start in range(line, stop, scratch.size):
+        total = scratch[: min(scratch.size, stop - start)]
         _add_rows_float32(x, rows, numel, start, total)
         _stream(_address(out, start), _address(scratch, 0), total.size * 4)
     _fence()
@@ -862,10 +875,20 @@ def _max_bits_parallel(bits, mask, runs, of_run, groups, first, last):
 
 
 @_jit()
-def _max_of_rows(of_run, runs, of_row):
-    """The largest magnitude of each row, from those of its runs."""
+def _max_of_rows(of_run, runs, code, result):
+    """The largest magnitude of each row, from those of its runs; infinite if one is not finite."""
+    for r in range(result.size):
+        result[r] = np.float32(0.0)
     for k in range(runs.shape[0]):
-        of_row[runs[k, ROW]] = max(of_row[runs[k, ROW]], of_run[k])
+        if code == CODE_FLOAT32:
+            largest = np.uint32(of_run[k]).view(np.float32)
+        else:
+            largest = _wide(np.uint16(of_run[k]), code)
+        row = runs[k, ROW]
+        if not largest < np.float32(np.inf):
+            result[row] = np.float32(np.inf)
+        else:
+            result[row] = max(result[row], largest)
 
 
 @_jit(inline=True)

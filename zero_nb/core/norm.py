@@ -69,12 +69,10 @@ def max_abs(grad, runs, rows, fmt=FLOAT32):
     flat, groups, total = _prepare(grad, runs, rows, fmt)
     bits = flat.view(np.uint32) if fmt is FLOAT32 else flat
     mask = np.uint32(0x7FFFFFFF if fmt is FLOAT32 else 0x7FFF)
-    of_run, of_row = np.empty(len(runs), np.uint32), np.zeros(rows, np.uint32)
+    of_run, result = np.empty(len(runs), np.uint32), np.empty(rows, np.float32)
     args = (bits, mask, runs, of_run, groups, 0, len(groups) - 1)
     launch(_max_bits, _max_bits_parallel, total, *args)
-    _max_of_rows(of_run, runs, of_row)
-    result = fmt.widen(of_row.view(np.float32) if fmt is FLOAT32 else of_row.astype(np.uint16))
-    result[~np.isfinite(result)] = np.inf
+    _max_of_rows(of_run, runs, fmt.code, result)
     return result
 
 

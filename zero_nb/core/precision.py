@@ -10,6 +10,7 @@ import numpy as np
 
 from zero_nb.core.checks import check_array, check_no_overlap
 from zero_nb.core.kernels import (
+    CAST_WORK,
     CODE_BFLOAT16,
     CODE_FLOAT16,
     CODE_FLOAT32,
@@ -71,7 +72,7 @@ class Format:
         out = self._output(x, out, self.dtype)
         stream = streams(out.nbytes)
         args = (x.reshape(-1), self.code, out.reshape(-1), stream, 0, cast_blocks(x.size))
-        launch(_round_blocks, _round_blocks_parallel, x.size, *args)
+        launch(_round_blocks, _round_blocks_parallel, x.size * CAST_WORK, *args)
         return out
 
     def widen(self, bits, out=None):
@@ -98,7 +99,7 @@ class Format:
         out = self._output(bits, out, np.dtype(np.float32))
         stream = streams(out.nbytes)
         args = (bits.reshape(-1), self.code, out.reshape(-1), stream, 0, cast_blocks(bits.size))
-        launch(_widen_blocks, _widen_blocks_parallel, bits.size, *args)
+        launch(_widen_blocks, _widen_blocks_parallel, bits.size * CAST_WORK, *args)
         return out
 
     @staticmethod

@@ -10,6 +10,7 @@ import numpy as np
 
 from zero_nb.core.checks import check_array, check_no_overlap
 from zero_nb.core.kernels import (
+    SUM_WORK,
     _spread,
     _spread_diagonal,
     _spread_diagonal_parallel,
@@ -28,7 +29,7 @@ from zero_nb.core.kernels import (
 )
 from zero_nb.core.precision import FLOAT32
 
-MANY_ROWS = 16
+FEW_ROWS = 4  # with more rows little of the traffic is written
 
 
 def _check_rows(name, x, dtype=None, writable=False):
@@ -72,12 +73,12 @@ def sum_rows(x_RN, fmt=FLOAT32, out=None):
     check_no_overlap(x_RN=x_RN, out=out)
     flat, flat_out, last = x_RN.reshape(-1), out.reshape(-1), sum_blocks(numel)
     if fmt is FLOAT32:
-        # With many rows little of the traffic is written.
-        stream = rows <= MANY_ROWS and streams(out.nbytes)
-        launch(_sum_rows, _sum_rows_parallel, x_RN.size, flat, rows, flat_out, stream, 0, last)
+        stream = rows <= FEW_ROWS and streams(out.nbytes)
+        work = x_RN.size * SUM_WORK
+        launch(_sum_rows, _sum_rows_parallel, work, flat, rows, flat_out, stream, 0, last)
     else:
         args = (flat, rows, fmt.code, flat_out, 0, last)
-        launch(_sum_rows_bits, _sum_rows_bits_parallel, x_RN.size, *args)
+        launch(_sum_rows_bits, _sum_rows_bits_parallel, x_RN.size * SUM_WORK, *args)
     return out
 
 
@@ -107,10 +108,10 @@ def sum_rows_everywhere(x_RN, fmt=FLOAT32):
     flat, last = x_RN.reshape(-1), sum_blocks(numel)
     if fmt is FLOAT32:
         kernels = _sum_rows_everywhere, _sum_rows_everywhere_parallel
-        launch(*kernels, x_RN.size, flat, rows, numel, 0, last)
+        launch(*kernels, x_RN.size * SUM_WORK, flat, rows, numel, 0, last)
     else:
         kernels = _sum_rows_everywhere_bits, _sum_rows_everywhere_bits_parallel
-        launch(*kernels, x_RN.size, flat, rows, numel, fmt.code, 0, last)
+        launch(*kernels, x_RN.size * SUM_WORK, flat, rows, numel, fmt.code, 0, last)
     return x_RN
 
 

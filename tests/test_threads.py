@@ -144,7 +144,7 @@ for _ in range(3):
     if child == 0:
         status = 1
         try:
-            print(kernels_once(), train(), flush=True)
+            print("child:", kernels_once(), train(), flush=True)
             status = 0
         finally:
             os._exit(status)
@@ -161,7 +161,7 @@ for _ in range(3):
         print("status", status)
 stop.set()
 other.join()
-print(before == kernels_once())
+print("parent:", before == kernels_once())
 """
 
 
@@ -169,7 +169,9 @@ print(before == kernels_once())
 @each_layer
 def test_a_forked_child_runs_kernels_and_trains(layer, usual):
     """GNU's OpenMP ends such a child at its first parallel kernel; a lock may stay locked."""
-    assert run(FORK, NUMBA_THREADING_LAYER=layer) == [*usual, *usual, *usual, "True"]
+    said = " ".join(run(FORK, NUMBA_THREADING_LAYER=layer))
+    assert said.count(" ".join(["child:", *usual])) == 3, said  # TBB complains in between
+    assert said.endswith("parent: True")
 
 
 @each_layer

@@ -123,10 +123,11 @@ def test_every_figure_is_in_the_gallery_with_its_words_and_numbers(laid_out):
     manifest = json.loads((ROOT / "figures" / "manifest.json").read_text("utf-8"))
     page = laid_out["gallery.md"].decode()
     for figure in manifest.values():
-        assert f"figures/{figure['png']}\n:alt: {figure['alt']}\n" in page
+        assert f"![{booktools._escaped(figure['alt'])}](figures/{figure['png']})\n" in page
         assert f"figures/{figure['png']}" in laid_out
         assert f"figures/{figure['svg']}" in laid_out
     assert page.count("<summary>The numbers</summary>") == len(manifest)
+    assert booktools._escaped("a [b] c_d") == r"a \[b\] c\_d"
     assert booktools._numbers({"a": {"b": 0.12345}, "c": [1, 2.5]}) == "a\n  b: 0.1235\nc: 1, 2.5"
 
 

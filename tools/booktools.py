@@ -246,13 +246,18 @@ def gallery(manifest: Mapping[str, Any]) -> str:
         words = figure["alt"]
         parts += [
             f"## {name.replace('_', ' ').capitalize()}",
-            f"```{{image}} figures/{figure['png']}\n:alt: {words}\n```",
+            f"![{_escaped(words)}](figures/{figure['png']})",
             words,
             f"{{download}}`{figure['svg']} <figures/{figure['svg']}>`",
             "<details><summary>The numbers</summary>\n"
             f'<pre class="numbers">{html.escape(_numbers(figure["data"]))}</pre>\n</details>',
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _escaped(words: str) -> str:
+    """A sentence as the alt text of a picture in Markdown."""
+    return re.sub(r"([][\\*_`])", r"\\\1", words)
 
 
 def _numbers(data: Any, indent: str = "") -> str:

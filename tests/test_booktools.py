@@ -74,7 +74,8 @@ def test_what_a_module_passes_on_is_described_where_it_is_made(laid_out):
     assert "zero_nb.config.UsageError" in names
 
 
-def test_laying_out_again_changes_nothing_and_drops_what_is_gone(tmp_path):
+def test_laying_out_again_changes_nothing_and_drops_what_is_gone(tmp_path, laid_out, monkeypatch):
+    monkeypatch.setattr(booktools, "sources", lambda root: laid_out.items())
     assert booktools.lay_out(tmp_path) > 100
     (tmp_path / "notebooks" / "gone.ipynb").write_text("{}", encoding="utf-8")
     assert booktools.lay_out(tmp_path) == 1

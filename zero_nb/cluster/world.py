@@ -22,6 +22,7 @@ import numpy as np
 from zero_nb.config import UsageError, check_world_size
 from zero_nb.core import flat
 from zero_nb.core.precision import FLOAT32
+from zero_nb.core.threads import start_threads
 
 __all__ = ["PURPOSES", "CommClock", "Pending", "Transfer", "TransferLog", "World"]
 
@@ -176,6 +177,7 @@ class World(ABC):
             raise UsageError(
                 f"hosted ranks must be consecutive and within 0..{self.size - 1}, got {ranks}"
             )
+        start_threads()
         self.log = TransferLog()
         self.clock = CommClock()
         self._purpose = None

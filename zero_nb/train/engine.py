@@ -32,6 +32,7 @@ import numpy as np
 
 from zero_nb.config import UsageError
 from zero_nb.core.blas import one_blas_thread
+from zero_nb.train.allocator import keep_freed_memory
 from zero_nb.train.buckets import GradientBuffer
 from zero_nb.train.optimizer import StepResult, ZeROOptimizer
 from zero_nb.train.prefetch import FetchCounts, Prefetcher
@@ -169,6 +170,7 @@ class Engine:
         reshard_after_forward=True,
         **settings,
     ):
+        keep_freed_memory()
         self.model = model
         groups = group_layers(model, units)
         params = model.init(seed) if params is None else params

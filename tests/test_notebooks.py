@@ -26,8 +26,10 @@ SOURCES = [
     "05_stage_2_shard_the_gradients.ipynb",
     "06_stage_3_shard_the_parameters.ipynb",
     "07_what_it_costs_to_talk.ipynb",
+    "08_what_zero_does_not_shard.ipynb",
     "09_bug_hunt.ipynb",
     "10_real_processes.ipynb",
+    "11_plan_a_run.ipynb",
     "12_to_deepspeed_and_fsdp.ipynb",
     "A_numba_in_15_minutes.ipynb",
 ]

@@ -6,6 +6,7 @@ from zero_nb.show import cost_figures as figures
 from zero_nb.theory.overlapped import overlapped_data_parallel
 from zero_nb.theory.schedule import LayerWork, StepOptions, StepWork, UnitSize
 from zero_nb.theory.timeline import Link, lay_out, timeline
+from zero_nb.train.recompute import Passes
 
 # Two layers; a unit takes 1 ms on the link, forward 2 ms, backward 4 ms.
 LINK = Link(bytes_per_s=4000 * 0.5 / 1e-3)
@@ -55,3 +56,53 @@ def test_the_map_of_ratios_names_its_ends_and_counts_its_classes():
     assert "1.49, with 512 tokens at 25 Gb/s" in figure.alt
     assert "smallest 1.01, with 4,096 tokens at 400 Gb/s" in figure.alt
     assert figure.data["512 tokens"] == (1.49, 1.2)
+
+
+# ------------------------------------------------------------------------------- notebook 08
+
+
+def moment(activation):
+    """Bytes by kind, of which activations grow."""
+    states = {"param": 10, "optim": 20, "grad": 0, "unsharded": 5, "bucket": 5}
+    return states | {"activation": activation, "workspace": 0}
+
+
+def test_areas_over_the_batch_say_the_share_of_activations():
+    figure = figures.kinds_over_batch([1, 4], {"stage 3": [moment(10), moment(160)]})
+    assert "stage 3 from 50 B, 20% of it activations, to 200 B, 80% of it activations" in figure.alt
+    assert figure.data["stage 3 activations bytes"] == (10, 160)
+    assert figure.data["stage 3 optimizer states bytes"] == (20, 20)
+
+
+def test_the_map_of_stages_finds_the_lowest_peak():
+    peaks = [[[9, 9], [9, 9]], [[5, 5], [7, 7]], [[6, 4], [6, 6]], [[8, 8], [5, 5]]]
+    figure = figures.cheapest_stage_map([100, 2000], [1, 8], peaks)
+    assert "stage 1 in 1, from 100 to 100 parameters" in figure.alt
+    assert "stage 2 in 1, from 100 to 100 parameters" in figure.alt
+    assert "stage 3 in 2, from 2,000 to 2,000 parameters" in figure.alt
+    assert figure.data["stage 2 peak bytes, 8 a rank"] == (4, 6)
+
+
+def passes(*nbytes, forwards=2):
+    return Passes(0.0, {}, forwards, nbytes)
+
+
+def test_curves_of_activations_name_peak_and_price():
+    runs = {"keep": passes(100, 900, 0), "again": passes(100, 300, 100, 0, forwards=4)}
+    figure = figures.activation_curves(runs)
+    assert "keep at most 900 B with 2 forward passes" in figure.alt
+    assert "again at most 300 B with 4 forward passes" in figure.alt
+    assert figure.data["again"]["peak bytes"] == 300
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_too_many_curves_are_refused(count):
+    with pytest.raises(ValueError, match=f"got {count}"):
+        figures.activation_curves({str(i): passes(1) for i in range(count)})
+
+
+def test_a_grid_gives_each_rank_its_slice_and_its_shard():
+    figure = figures.rank_grid(data=2, tensor=4)
+    assert figure.data["rank 5"] == "slice 1, shard 1 of 2"
+    assert figure.data["rank 3"] == "slice 3, shard 0 of 2"
+    assert "8 ranks: 2 rows of 4 ranks" in figure.alt

@@ -12,13 +12,25 @@ from zero_nb.show.style import (
     PETROFF10,
     STAGES,
     Look,
+    bytes_axis,
+    format_bytes,
     label_line,
+    rank_look,
     sheet,
     spread,
     text_color,
 )
 
-__all__ = ["TimeCurve", "lanes_side_by_side", "step_time_over_bandwidth", "time_ratio_map"]
+__all__ = [
+    "TimeCurve",
+    "activation_curves",
+    "cheapest_stage_map",
+    "kinds_over_batch",
+    "lanes_side_by_side",
+    "rank_grid",
+    "step_time_over_bandwidth",
+    "time_ratio_map",
+]
 
 
 # ------------------------------------------------------------------ notebook 07: time on a link
@@ -296,3 +308,210 @@ def _map_cell(ax, x, y, look, text):
         x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(look.color),
         bbox={"boxstyle": "round,pad=0.15", "facecolor": look.color, "edgecolor": "none"},
     )  # fmt: skip
+
+
+# -------------------------------------------------------------- notebook 08: what is not sharded
+
+_STACK = ("param", "optim", "grad", "unsharded", "bucket", "activation")
+"""From the bottom up; activations on top, since they grow."""
+
+
+def kinds_over_batch(batches, stages):
+    """Draw the fullest moment of a step by kind over the batch, a panel a stage.
+
+    Parameters
+    ----------
+    batches : sequence of int
+        Samples of a rank.
+    stages : mapping of str to sequence of mapping
+        By stage the bytes by kind at the fullest moment, one mapping for each batch.
+
+    Returns
+    -------
+    Figure
+        Stacked areas with one scale.
+    """
+    with sheet(9.4, 4.2, ncols=len(stages), sharey=True, squeeze=False) as (fig, grid):
+        data, said = {"samples a rank": list(batches)}, []
+        for ax, (name, moments) in zip(grid[0], stages.items(), strict=True):
+            base = np.zeros(len(batches))
+            for kind in _STACK:
+                height = np.array([moment[kind] for moment in moments], float)
+                look = KINDS[kind]
+                ax.fill_between(batches, base, base + height, **look.bar | {"linewidth": 0})
+                base += height
+                data[f"{name} {look.label} bytes"] = height.astype(int)
+            ax.plot(batches, base, color=INK, linewidth=1.2)
+            ax.set_xlim(batches[0], batches[-1])
+            ax.set_xticks(batches)
+            ax.set_xlabel("samples of a rank")
+            ax.set_title(name)
+            shares = [moment["activation"] / top for moment, top in zip(moments, base, strict=True)]
+            said.append(
+                f"{name} from {format_bytes(base[0])}, {shares[0]:.0%} of it activations, to "
+                f"{format_bytes(base[-1])}, {shares[-1]:.0%} of it activations"
+            )
+        grid[0][0].set_ylim(0, None)
+        bytes_axis(grid[0][0].yaxis)
+        grid[0][0].set_ylabel("bytes of a rank at the peak")
+        fig.legend(
+            handles=[_lane_patch(KINDS[kind]) for kind in _STACK[::-1]], loc="outside right upper",
+            fontsize="small", handleheight=1.2,
+        )  # fmt: skip
+        return render(
+            fig,
+            f"Stacked areas of one rank's bytes at its fullest moment over {batches[0]} to "
+            f"{batches[-1]} samples a rank: {'; '.join(said)}.",
+            data,
+        )
+
+
+def cheapest_stage_map(numels, batches, peaks):
+    """Draw which stage has the lowest measured peak, over the size of the model and the batch.
+
+    Parameters
+    ----------
+    numels : sequence of int
+        Parameters of the models, a column each.
+    batches : sequence of int
+        Samples of a rank, a row each.
+    peaks : array_like of int, shape (4, len(numels), len(batches))
+        Measured, in bytes.
+
+    Returns
+    -------
+    Figure
+        A cell for each pair with its stage, and what stage 3 takes next to it.
+    """
+    peaks = np.asarray(peaks)
+    best, lowest = peaks.argmin(axis=0), peaks.min(axis=0)
+    with sheet(1.4 + 1.35 * len(numels), 1.3 + 0.85 * len(batches)) as (fig, ax):
+        ax.grid(visible=False)
+        ax.set_xlim(0, len(numels))
+        ax.set_ylim(0, len(batches))
+        for column, row in np.ndindex(best.shape):
+            stage = int(best[column, row])
+            text = f"stage {stage}"
+            if stage < 3:
+                text += f"\nstage 3: +{peaks[3, column, row] / lowest[column, row] - 1:.1%}"
+            else:
+                text += f"\nstage 1: +{peaks[1, column, row] / lowest[column, row] - 1:.1%}"
+            _map_cell(ax, column, row, STAGES[stage], text)
+        ax.set_xticks(np.arange(len(numels)) + 0.5, [f"{numel:,}" for numel in numels])
+        ax.set_yticks(np.arange(len(batches)) + 0.5, [f"{batch}" for batch in batches])
+        ax.tick_params(length=0)
+        ax.set_xlabel("parameters of the model")
+        ax.set_ylabel("samples of a rank")
+        ax.set_title("The stage with the lowest peak, measured")
+        places = {stage: np.argwhere(best == stage) for stage in range(4)}
+        said = "; ".join(
+            f"stage {stage} in {len(at)}, from {numels[at[:, 0].min()]:,} to "
+            f"{numels[at[:, 0].max()]:,} parameters"
+            for stage, at in places.items()
+            if len(at)
+        )
+        return render(
+            fig,
+            f"A grid of {len(numels)} model sizes by {len(batches)} batches with the stage whose "
+            f"measured peak is lowest: {said}.",
+            {
+                f"stage {stage} peak bytes, {batch} a rank": peaks[stage, :, row]
+                for stage in range(4)
+                for row, batch in enumerate(batches)
+            }
+            | {"parameters": list(numels)},
+        )
+
+
+def activation_curves(passes):
+    """Draw the activations that a rank keeps through a forward and a backward pass.
+
+    Parameters
+    ----------
+    passes : mapping of str to Passes
+        By name, at most four.
+
+    Returns
+    -------
+    Figure
+        Bytes over the part of both passes that is done, counted in arrays kept or dropped.
+
+    Raises
+    ------
+    ValueError
+        If there are no passes, or more than four.
+    """
+    if not 1 <= len(passes) <= len(_CURVES):
+        raise ValueError(f"give 1 to {len(_CURVES)} passes, got {len(passes)}")
+    highest = max(each.peak_bytes for each in passes.values())
+    with sheet(9.0, 3.9) as (fig, ax):
+        ax.set(xlim=(0, 1.4), ylim=(0, 1.1 * highest))
+        wishes = [0.93 * each.peak_bytes for each in passes.values()]
+        places = spread(wishes, 0.16 * highest)
+        for look, (name, each), place in zip(_CURVES, passes.items(), places, strict=False):
+            done = np.linspace(0, 1, len(each.activation_bytes))
+            ax.plot(done, each.activation_bytes, drawstyle="steps-post", **look.line)
+            text = f"{name}:\n{format_bytes(each.peak_bytes)}, {each.forwards} forwards"
+            label_line(ax, 1.0, place, text, look.color)
+        bytes_axis(ax.yaxis)
+        ax.set_xticks([0, 0.5, 1], ["start", "", "end"])
+        ax.set_xlabel("arrays made and freed, in order: forward, then backward")
+        ax.set_ylabel("activations of a rank")
+        ax.set_title("What is kept for backward, measured")
+        said = "; ".join(
+            f"{name} at most {format_bytes(each.peak_bytes)} with {each.forwards} forward passes "
+            "of layers"
+            for name, each in passes.items()
+        )
+        return render(
+            fig,
+            f"Curves of the activations one rank keeps through forward and backward: {said}.",
+            {
+                name: {"peak bytes": each.peak_bytes, "forward passes of layers": each.forwards}
+                for name, each in passes.items()
+            },
+        )
+
+
+_CURVES = (
+    Look("", PETROFF10[2], "", "-", 2.2),
+    Look("", PETROFF10[4], "", (0, (5, 2)), 2.2),
+    Look("", PETROFF10[0], "", "-", 2.6),
+    Look("", PETROFF10[8], "", (0, (1, 1.2)), 2.2),
+)
+
+
+def rank_grid(data, tensor):
+    """Draw ranks as a grid: a row computes one batch together, a column shares states.
+
+    Parameters
+    ----------
+    data, tensor : int
+        Degrees of data and tensor parallelism.
+
+    Returns
+    -------
+    Figure
+        For each rank the slice of every layer that it computes with, and the shard of that
+        slice's states that it holds.
+    """
+    with sheet(2.2 + 1.75 * tensor, 0.9 + 1.0 * data) as (fig, ax):
+        ax.axis("off")
+        ax.set(xlim=(-1.35, tensor), ylim=(data + 0.05, -0.55))
+        rows = {}
+        for row in range(data):
+            ax.text(-0.08, row + 0.5, f"samples {row}:\ntensor group", ha="right", va="center")
+            for column in range(tensor):
+                rank, look = row * tensor + column, rank_look(column)
+                text = f"rank {rank}\nslice {column}, shard {row}"
+                _map_cell(ax, column, row, look, text)
+                rows[f"rank {rank}"] = f"slice {column}, shard {row} of {data}"
+        for column in range(tensor):
+            ax.text(column + 0.5, -0.1, f"data group {column}", ha="center", va="bottom")
+        return render(
+            fig,
+            f"A grid of {data * tensor} ranks: {data} rows of {tensor} ranks that compute the same "
+            f"samples, each with its slice of every layer; {tensor} columns of {data} ranks that "
+            f"have the same slice and share its states, each holding one of {data} shards.",
+            rows,
+        )

@@ -39,8 +39,8 @@ def test_every_kernel_is_measured_beside_memcpy_and_numpy(kernels):
     rows = document["rows"]
     whats = {row["what"] for row in rows}
     assert whats == {
-        "partition", "gather", "reduce-scatter", "all-gather", "all-reduce", "AdamW",
-        "fp32 to bf16", "bf16 to fp32", "fp32 to fp16", "fp16 to fp32",
+        "partition", "partition a list", "gather", "reduce-scatter", "all-gather", "all-reduce",
+        "AdamW", "fp32 to bf16", "bf16 to fp32", "fp32 to fp16", "fp16 to fp32",
         "global norm", "finite check",
     }  # fmt: skip
     for what in whats:

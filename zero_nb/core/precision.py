@@ -20,7 +20,6 @@ from zero_nb.core.kernels import (
     _widen_blocks_parallel,
     cast_blocks,
     launch,
-    streams,
 )
 
 
@@ -70,8 +69,7 @@ class Format:
         """
         check_array("x", x, dtype=np.float32)
         out = self._output(x, out, self.dtype)
-        stream = streams(out.nbytes)
-        args = (x.reshape(-1), self.code, out.reshape(-1), stream, 0, cast_blocks(x.size))
+        args = (x.reshape(-1), self.code, out.reshape(-1), 0, cast_blocks(x.size))
         launch(_round_blocks, _round_blocks_parallel, x.size * CAST_WORK, *args)
         return out
 
@@ -97,8 +95,7 @@ class Format:
         """
         check_array("bits", bits, dtype=self.dtype)
         out = self._output(bits, out, np.dtype(np.float32))
-        stream = streams(out.nbytes)
-        args = (bits.reshape(-1), self.code, out.reshape(-1), stream, 0, cast_blocks(bits.size))
+        args = (bits.reshape(-1), self.code, out.reshape(-1), 0, cast_blocks(bits.size))
         launch(_widen_blocks, _widen_blocks_parallel, bits.size * CAST_WORK, *args)
         return out
 

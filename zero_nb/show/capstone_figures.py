@@ -22,7 +22,7 @@ _DEVICE_GB = 32  # a V100, as the paper counts it
 _STATES = ("param", "grad", "optim")
 _GROUPS = {
     **{KINDS[kind].label: ((kind,), KINDS[kind]) for kind in _STATES},
-    "activations and logits": (("activation", "logits"), KINDS["activation"]),
+    "activations, logits": (("activation", "logits"), KINDS["activation"]),
     "the rest": (
         ("bucket", "unsharded", "context", "fragmentation", "padding"),
         Look("the rest", PETROFF10[7], "++"),
@@ -128,7 +128,7 @@ def totals_over_devices(plans):
         for x, part in enumerate(parts):
             base = 0
             for name, size in part.items():
-                (bar,) = ax.bar(x, size, 0.78, bottom=base, **_GROUPS[name][1].bar)
+                (bar,) = ax.bar(x, size, 0.86, bottom=base, **_GROUPS[name][1].bar)
                 label_bar(ax, bar, f"{name} {size / 1e9:.1f}", smallest=0.045)
                 base += size
             ax.text(x, base + 0.01 * top, format_bytes(base), ha="center", va="bottom",
@@ -147,7 +147,7 @@ def totals_over_devices(plans):
             f"Stacked bars of what the fullest device needs for {plans[0].model} at stage "
             f"{plans[0].stage} on {', '.join(map(str, sizes))} devices: {said}. Model states fall: "
             f"{states}. Activations and logits stay at "
-            f"{format_bytes(parts[0]['activations and logits'])}.",
+            f"{format_bytes(parts[0]['activations, logits'])}.",
             {
                 f"{size} devices": {f"{name} bytes": value for name, value in part.items()}
                 for size, part in zip(sizes, parts, strict=True)

@@ -215,7 +215,7 @@ _DEEPSPEED_WORDS = {
     ],
     3: [
         "each tensor is cut on its own and padded, small ones stay whole",
-        "a 16-bit shard is kept beside the float32 master: 14 bytes a parameter after the step",
+        "a 16-bit shard is kept beside the float32 master: 14/W bytes a parameter after the step",
         "up to stage3_max_live_parameters stay gathered, not one unit",
     ],
 }

@@ -49,15 +49,15 @@ def main(words=None):
     documents = {part: run(part, args.out, args.tiny) for part in args.parts}
     told = {part: document for part, document in documents.items() if document}
     rows = [row for document in told.values() for row in read_rows(document)]
-    if "kernels" in told:
-        png, _ = draw(told["kernels"], args.figures)
-        print(f"figure: {png}")
     if told:
         print(name_machine(next(iter(told.values()))["machine"]))
         for part, document in told.items():
             if document["others_share"] is not None:
                 print(f"{part}: other processes took {document['others_share']:.0%} of the cores")
         print("\n" + table(rows) + "\n\n" + summary(rows))
+    if "kernels" in told:
+        png, _ = draw(told["kernels"], args.figures)
+        print(f"\nfigure: {png}")
     print(f"\n{time.perf_counter() - start:.0f} s altogether")
     sys.exit(0 if len(told) == len(args.parts) else 1)
 

@@ -146,6 +146,7 @@ def test_the_figure_has_every_case_with_something_to_reach(kernels):
         case = f"{row['what']} · {row['case']}"
         if case in asked and row["against"].startswith("memcpy"):
             assert figure.data["cases"][case]["memcpy of the same bytes"] == row["measured"]
+    assert figure.data["reach"]["finite check · in memory"] == {"NumPy's best way": 2.0}
     assert f"{len(asked)} kernel cases" in figure.alt
     assert "memcpy of the same bytes" in figure.alt
     with pytest.raises(ValueError, match="no measured row"):

@@ -14,19 +14,22 @@ _AGAINST = (
 
 
 def _ratios(document):
-    """Return for each case with something to reach (or all, if none has) its ratios by peer."""
+    """Return for each case with something to reach (or all) its ratios by peer, and their reach."""
     rows = [row for row in document["rows"] if row["measured"] is not None]
     asked = {(row["what"], row["case"]) for row in rows if row["reach"] is not None}
-    cases = {}
+    cases, reach = {}, {}
     for row in rows:
         key = row["what"], row["case"]
         if asked and key not in asked:
             continue
-        ratios = cases.setdefault(" · ".join(key), {})
+        case = " · ".join(key)
         for words, name, _, _ in _AGAINST:
             if row["against"].startswith(words):
+                ratios = cases.setdefault(case, {})
                 ratios[name] = min(ratios.get(name, row["measured"]), row["measured"])
-    return {case: ratios for case, ratios in cases.items() if ratios}
+                if row["reach"] is not None:
+                    reach.setdefault(case, {})[name] = row["reach"]
+    return cases, {case: reach.get(case, {}) for case in cases}
 
 
 def kernel_ratios(document):
@@ -47,11 +50,11 @@ def kernel_ratios(document):
     ValueError
         No row was measured.
     """
-    cases = _ratios(document)
+    cases, reach = _ratios(document)
     if not cases:
         raise ValueError("the document has no measured row; run benchmarks/kernels.py --json first")
     machine = document["machine"]
-    with sheet(9.0, 1.6 + 0.235 * len(cases)) as (fig, ax):
+    with sheet(10.0, 1.9 + 0.235 * len(cases)) as (fig, ax):
         places = range(len(cases), 0, -1)
         for _, name, color, marker in _AGAINST:
             points = [
@@ -59,6 +62,10 @@ def kernel_ratios(document):
             ]
             if points:
                 ax.plot(*zip(*points, strict=True), marker, color=color, label=name, markersize=6)
+                asked = [(reach[case][name], y) for case, y in zip(cases, places, strict=True)
+                         if name in reach[case]]  # fmt: skip
+                for at, y in asked:
+                    ax.plot([at, at], [y - 0.4, y + 0.4], color=color, linewidth=1.5)
         ax.axvline(1.0, color=INK, linewidth=1.2)
         ax.set_xscale("log", base=2)
         low, high = ax.get_xlim()
@@ -67,13 +74,18 @@ def kernel_ratios(document):
         ax.set_yticks(list(places), list(cases))
         ax.set_ylim(0.4, len(cases) + 0.6)
         ax.grid(axis="x")
-        ax.set_xlabel(
-            "median time of the other ÷ ours: right of the line we are faster\n"
-            "memcpy of as many bytes as are read and written, in the same run, one or two threads"
+        fig.supxlabel(
+            "median time of the other ÷ ours: right of the line we are faster; bar: to be reached\n"
+            "memcpy: as many bytes as are read and written, in the same run, on one thread or two",
+            fontsize="medium",
         )
-        ax.set_title(f"Kernels on {machine['processor']}, {machine['cores']} cores", pad=24)
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize="small")
-        return render(fig, _words(cases, machine), {"cases": cases, "machine": machine})
+        fig.suptitle(
+            f"Kernels on {machine['processor']}, {machine['cores']} cores", fontweight="bold"
+        )
+        ax.legend(loc="upper right", fontsize="small")
+        return render(
+            fig, _words(cases, machine), {"cases": cases, "reach": reach, "machine": machine}
+        )
 
 
 def _words(cases, machine):

@@ -195,7 +195,6 @@ def rows_of(name, world_size, seconds, ways):
                     measured=median[peer] / median[stage],
                     reach=REACH.get((name, world_size, peer)),
                     seconds={key: median[key] for key in (stage, peer)},
-                    note=f"{median[stage] * 1e3:.1f} ms against {median[peer] * 1e3:.1f} ms",
                 )
             )
     return rows
@@ -248,7 +247,8 @@ def rows(quick=False, *, only=(), world_sizes=WORLD_SIZES, peers=None):
             seconds, ways = measure(model, world_size, peers, **settings)
             made += rows_of(name, world_size, seconds, ways)
             for row in made[-len(ways) :]:
-                told = f"{row.what}, {row.case}, {row.against}: {number(row.measured)}  {row.note}"
+                times = ", ".join(f"{key} {s * 1e3:.1f} ms" for key, s in row.seconds.items())
+                told = f"{row.what}, {row.case}, {row.against}: {number(row.measured)} ({times})"
                 print(told, file=sys.stderr, flush=True)
     return made + absent(peers, models)
 

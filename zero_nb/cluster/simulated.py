@@ -15,6 +15,8 @@ from zero_nb.core.precision import FLOAT32
 
 __all__ = ["EmulatedLink", "SimulatedWorld"]
 
+SMALL_SHARD = 1 << 10  # elements; below, W * W copies of a shard cost more than joining them first
+
 
 @dataclass(frozen=True)
 class EmulatedLink:
@@ -159,6 +161,10 @@ class SimulatedWorld(World):
         rank_axis.spread(x_RS.reshape(-1), out_RF)
 
     def _all_gather_in_place(self, x_RF):
+        if x_RF.shape[1] // self.size < SMALL_SHARD:
+            # Joined once, then copied in one piece to every row, not in W tiny ones.
+            rank_axis.spread(self.own_shard(x_RF).reshape(-1), x_RF)
+            return
         rank_axis.spread_diagonal(x_RF)
 
     def _broadcast(self, x_RN, root):

@@ -73,6 +73,7 @@ html_title = "zero_nb"
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
 html_favicon = "_static/icon.svg"
+html_domain_indices = False  # the reference lists the modules, by room
 html_show_sphinx = False
 html_context = {"default_mode": "auto"}
 html_theme_options = {

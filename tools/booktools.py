@@ -42,6 +42,7 @@ PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "notebooks/teache
 LEARNER = re.compile(r"\[(?P<text>[^\]]+)\]\(learner/(?P<read>[^)#]+\.ipynb)\)")
 SOLVED = re.compile(r"\[solved\]\((?P<file>[^)#]+\.ipynb)\)")
 MODULE = re.compile(r"\]\((?:\.\./)*(?P<path>zero_nb/[\w/]+)\.py\)")
+RESULT = re.compile(r"\]\(\.\./(benchmarks/[^)#]+\.\w+)\)")
 MARKERS = ("### BEGIN SOLUTION", "### END SOLUTION")
 
 IN_A_BOOK = """:::{note}
@@ -146,7 +147,11 @@ def sources(root: Path = ROOT) -> Iterator[tuple[str, bytes | Path]]:
     for path in sorted((root / "docs").iterdir()):
         name = f"docs/{path.name}"
         if path.suffix == ".md":
-            yield name, _page(path.read_text(encoding="utf-8"), name).encode()
+            text = _page(path.read_text(encoding="utf-8"), name)
+            yield name, text.encode()
+            # Results that a page tells of are there to be fetched.
+            for linked in sorted(set(RESULT.findall(text))):
+                yield linked, root / linked
         elif path.suffix in {".png", ".svg"}:
             yield name, path
     for path in sorted((root / "notebooks").glob("*.ipynb")):

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import final
 
@@ -204,11 +205,9 @@ def start_ranks(world_size, parts, folder):
     UsageError
         If MPI is missing or there is no such part.
     """
-    from zero_nb.compare import load_kernels
-
     for part in parts:
         _part(part)
-    load_kernels(0, precision="fp32")  # compiled here at most, not by every process at once
+    _compile()
     before = {path.name for path in folder.glob("*.json")}
     problem = ""
     try:
@@ -227,6 +226,14 @@ def start_ranks(world_size, parts, folder):
         if path.name not in before
     }
     return ProcessRun(told, problem)
+
+
+@cache
+def _compile():
+    """Compile what the ranks need here if need be, not in every process at once."""
+    from zero_nb.compare import load_kernels
+
+    load_kernels(0, precision="fp32")
 
 
 def new_folder():

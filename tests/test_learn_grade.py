@@ -242,3 +242,9 @@ def test_the_quiz_command_prints_paper_and_gift(tmp_path):
     file = tmp_path / "bank.gift"
     assert run("quiz", "--gift", "--out", str(file)).stdout == f"{file}\n"
     assert file.read_text(encoding="utf-8").startswith("$CATEGORY: zero-nb/")
+
+
+def test_a_sign_that_the_output_cannot_hold_is_one_line_of_advice():
+    done = CliRunner(charset="cp1252").invoke(cli.app, ["quiz", "--keys", "--notebook", "12"])
+    assert isinstance(done.exception, UsageError)
+    assert "cannot hold the sign 'Ψ' (cp1252); give --out and a file" in str(done.exception)

@@ -82,7 +82,13 @@ def _quiz(
     write = questions.gift if gift else questions.teachers_edition if keys else questions.sheet
     text = write(chosen)
     if out is None:
-        sys.stdout.write(text)
+        try:
+            sys.stdout.write(text)
+        except UnicodeEncodeError as error:  # a Windows code page, when output is redirected
+            raise UsageError(
+                f"this output cannot hold the sign {error.object[error.start]!r} "
+                f"({sys.stdout.encoding}); give --out and a file"
+            ) from error
     elif out.is_dir():
         raise UsageError(f"--out {out} is a folder; give a file")
     else:

@@ -163,7 +163,8 @@ class SimulatedWorld(World):
     def _all_gather_in_place(self, x_RF):
         if x_RF.shape[1] // self.size < SMALL_SHARD:
             # Joined once, then copied in one piece to every row, not in W tiny ones.
-            rank_axis.spread(self.own_shard(x_RF).reshape(-1), x_RF)
+            shards = self.own_shard(x_RF).copy()  # reshape would not copy shards of one element
+            rank_axis.spread(shards, x_RF)
             return
         rank_axis.spread_diagonal(x_RF)
 

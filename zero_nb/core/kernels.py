@@ -187,9 +187,10 @@ else:
 
         return types.void(types.int64, types.int64, types.int64), build
 
+    ir = cgutils.ir  # llvmlite's, as numba has it
+
     def _lines_copied(aligned):
         """Return the builder of a loop that copies lines, past the caches if ``to`` is aligned."""
-        from llvmlite import ir
 
         def build(context, builder, _signature, args):
             line = ir.VectorType(ir.IntType(64), _LINE // 8).as_pointer()
@@ -230,8 +231,6 @@ else:
         """Return the int64 at an address."""
 
         def build(_context, builder, _signature, args):
-            from llvmlite import ir
-
             return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
 
         return types.int64(types.int64), build

@@ -28,7 +28,7 @@ def test_a_good_array_is_handed_back():
         (TypeError, "x must have dtype float32, got float64", np.zeros(2), {"dtype": np.float32}),
         (ValueError, r"x must have 2 dimensions, got shape \(2,\)", np.zeros(2), {"ndim": 2}),
         (ValueError, r"shape \(any, 3\), got \(3, 2\)", np.zeros((3, 2)), {"shape": (None, 3)}),
-        (ValueError, r"shape \(3\), got \(3, 1\)", np.zeros((3, 1)), {"shape": (3,)}),
+        (ValueError, r"shape \(3,\), got \(3, 1\)", np.zeros((3, 1)), {"shape": (3,)}),
         (ValueError, "C-contiguous.*ascontiguousarray", np.zeros(4)[::2], {}),
         (ValueError, "C-contiguous", np.zeros((2, 3)).T, {}),
         (ValueError, "read-only", np.broadcast_to(np.zeros(1), (1,)), {"writable": True}),

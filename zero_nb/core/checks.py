@@ -65,7 +65,8 @@ def check_array(name, array, dtype=None, ndim=None, shape=None, writable=False, 
             want is not None and want != got for want, got in zip(shape, array.shape, strict=True)
         )
     ):
-        wanted = "(" + ", ".join("any" if n is None else str(n) for n in shape) + ")"
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        wanted = f"({wanted},)" if len(shape) == 1 else f"({wanted})"
         raise ValueError(f"{name} must have shape {wanted}, got {array.shape}")
     if contiguous and not array.flags.c_contiguous:
         raise ValueError(

@@ -47,6 +47,11 @@ def test_a_notebook_has_an_experiment_for_each_of_its_misconceptions(number):
     assert DISPELS[number] <= set(tagged(number))
 
 
+def test_the_course_dispels_every_misconception_collected():
+    assert set.union(*DISPELS.values()) == {f"M{number}" for number in range(1, 28)}
+    assert DISPELS.keys() == NOTEBOOKS.keys() - {"B", "index.ipynb"}
+
+
 @pytest.mark.parametrize("number", DISPELS)
 def test_an_experiment_asserts_what_it_shows(number):
     for code, cells in tagged(number).items():

@@ -43,6 +43,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (about a minute, once)"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(PY) -m compileall -q zero_nb  # pip does not, and tests start some hundred Pythons
 	$(PY) -c "open('$(READY)', 'w').close()"
 
 run: $(READY)

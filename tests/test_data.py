@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from zero_nb.config import UsageError
+from zero_nb.train import data as data_module
 from zero_nb.train.data import DataError, Digits, TextBytes, wilson_interval
 from zero_nb.train.model import DIGITS, LESSON
 
@@ -266,3 +267,15 @@ def test_what_is_no_file_is_refused(tmp_path):
         TextBytes(tmp_path / "file" / "below")
     with pytest.raises(UsageError, match="seq_len must be at least 1 byte, got 0"):
         TextBytes(tmp_path / "file", 0)
+
+
+def test_digits_are_those_that_scikit_learn_gives(monkeypatch):
+    """Read from its file, or asked of it where the file is not: the same table."""
+    bunch = load_digits()
+    for found in (True, False):
+        if not found:
+            monkeypatch.setattr(data_module, "find_spec", lambda name: None)
+        table = data_module._table_of_digits()
+        assert table.dtype == np.int64
+        assert np.array_equal(table[:, :-1], bunch.data)
+        assert np.array_equal(table[:, -1], bunch.target)

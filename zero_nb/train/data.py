@@ -7,10 +7,12 @@ A batch is a function of (step, size, seed) and of nothing else. It is the globa
 sees the same samples on any number of ranks, and can be resumed from the step alone.
 """
 
+import gzip
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
@@ -201,6 +203,24 @@ def wilson_interval(successes, trials, z=1.959963984540054):
     return min(share, max(0.0, low)), max(share, min(1.0, high))
 
 
+def _table_of_digits():
+    """Return scikit-learn's digits, ``(1797, 65)`` int64: 64 grey levels and the class.
+
+    Its file is read where it lies, because importing its reader takes most of a second, and every
+    notebook would wait for it. A release that keeps the file elsewhere is asked in the usual way.
+    """
+    package = find_spec("sklearn")
+    if package is not None and package.origin is not None:
+        file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            with gzip.open(file, "rt", encoding="ascii") as lines:
+                return np.loadtxt(lines, delimiter=",", dtype=np.int64)
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return np.column_stack([bunch.data, bunch.target]).astype(np.int64)
+
+
 @final
 class Digits(Dataset):
     """scikit-learn's handwritten digits, one token for the class and one for each pixel.
@@ -230,10 +250,8 @@ class Digits(Dataset):
     vocab_size = CLASSES + LEVELS
 
     def __init__(self, pooled=False):
-        from sklearn.datasets import load_digits
-
-        bunch = load_digits()
-        images, labels = bunch.images.astype(np.int64), bunch.target.astype(np.int64)
+        table = _table_of_digits()
+        images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
         if pooled:
             images = (images.reshape(-1, 4, 2, 4, 2).sum(axis=(2, 4)) + 2) // 4
         self.name = "digits pooled to 4 x 4" if pooled else "digits"

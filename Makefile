@@ -64,6 +64,7 @@ test: test-without-jit
 test-long: $(READY)
 	$(PY) -m pytest -q -m "not browser" --hypothesis-profile=nightly tests
 
+# EDITIONS=learner leaves the solved edition of the notebooks out.
 test-browser: $(READY)
 	$(PY) -m pytest -q -m browser -n $(WORKERS) tests/browser
 

@@ -1,12 +1,10 @@
 """Figures of time: their numbers are the schedule's and the ledger's, and nothing is clipped."""
 
-import io
 from functools import cache
 
-import numpy as np
 import pytest
-from matplotlib.image import imread
 
+from figure_checks import check_said_and_uncut
 from tiny import gpt, gpt_batches
 from zero_nb.compare import digits_task
 from zero_nb.config import UsageError
@@ -35,12 +33,7 @@ def drawn(name):
 
 @pytest.mark.parametrize("name", TIMELINE_FIGURES)
 def test_every_figure_says_what_it_shows_and_nothing_reaches_the_edge(name):
-    figure = drawn(name)
-    assert len(figure.alt) > 60
-    assert figure.data
-    pixels = imread(io.BytesIO(figure.png))[..., :3]
-    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    assert (edge > 0.99).all()  # text at the edge would be cut
+    check_said_and_uncut(drawn(name))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,6 +1,6 @@
 """Figures of notebooks 07 and 08: what it costs to talk, and what ZeRO does not shard."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from zero_nb.show.style import (
     spread,
     text_color,
 )
+from zero_nb.show.timeline_figures import SPANS
 
 __all__ = [
     "TimeCurve",
@@ -35,14 +36,10 @@ __all__ = [
 
 # ------------------------------------------------------------------ notebook 07: time on a link
 
-_LANE_LOOKS = {
-    "forward": Look("forward", PETROFF10[7], ""),
-    "backward": Look("backward", PETROFF10[5], "\\\\"),
-    "wait": Look("stands still", PAPER, "xxx"),
-    "param": Look("parameters travel", KINDS["unsharded"].color, "--"),
-    "grad": Look("gradients travel", KINDS["grad"].color, "//"),
+_LANE_LOOKS = {name: SPANS[name] for name in ("forward", "backward", "wait")} | {
+    "param": replace(SPANS["param"], label="parameters travel"),
+    "grad": replace(SPANS["grad"], label="gradients travel"),
 }
-"""As in `zero_nb.show.timeline_figures`."""
 
 
 def lanes_side_by_side(lines, title):

@@ -661,7 +661,7 @@ def _lines_of_units(ax, name, place, peak, line):
     (dot,) = ax.plot([place], [peak], "o", color=INK, markersize=6)
     label = ax.annotate(
         f"unit: {name}, peak {peak:.3g}", (place, peak), xytext=(0, 8), bbox=plate,
-        textcoords="offset points", ha="center", fontweight="bold",
+        textcoords="offset points", ha="right", fontweight="bold",  # the last one is near the edge
     )  # fmt: skip
     return [compared, words, dot, label]
 

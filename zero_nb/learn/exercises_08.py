@@ -34,7 +34,8 @@ PREDICTIONS = {
             ),
         ),
         close="Close: activations fill most of the memory, and no stage makes them smaller.",
-        advice="One sample keeps 1.2 bytes a parameter here. How much do 32 keep, next to 16?",
+        advice="One sample keeps 1.2 bytes a parameter here. How many do 32 samples keep? Model "
+        "states take at most 16.",
     )
 }
 
@@ -280,7 +281,8 @@ REPORTS = ValueExercise(
         "Ask of each piece of evidence: would it look different if the suspected cause were not "
         "there?",
         "Two pieces are true of every run and prove nothing: the loss, and what the driver takes.",
-        "Report 1 is about activations, 2 about buckets, 3 about the group, 4 about the floor.",
+        "Report 1 is about activations, 2 about buckets, 3 about the group, 4 about what more "
+        "ranks do not make smaller.",
     ),
 )
 

@@ -19,7 +19,7 @@ import numpy as np
 from _timing import Others, Row, best, finish, installed, medians, parser, take_turns
 
 from zero_nb.core.flat import FlatLayout, run_table, unflatten
-from zero_nb.core.norm import fixed_to_norm, max_abs, sum_squares_fixed
+from zero_nb.core.norm import fixed_to_norm, max_abs, max_and_squares, sum_squares_fixed
 from zero_nb.core.partition import ceil_div_layout, gather_flat, partition
 from zero_nb.core.precision import BFLOAT16, FLOAT16, FLOAT32
 from zero_nb.core.rank_axis import spread, sum_rows, sum_rows_everywhere
@@ -600,8 +600,9 @@ def bench_norm(bench):
         runs, seen = whole_run([numel]), np.empty(numel, bool)
 
         def norm(x=x, runs=runs, numel=numel):
-            largest = float(max_abs(x, runs, 1)[0])
-            total = int(sum_squares_fixed(x, runs, 1, FLOAT32, largest, numel)[0])
+            rows, squares = max_and_squares(x, runs, 1, FLOAT32, numel)
+            largest = float(rows[0])
+            total = int(sum_squares_fixed(x, runs, 1, FLOAT32, largest, numel, squares)[0])
             return str(fixed_to_norm(total, largest, numel))
 
         def torch_norm(torch, x=x):

@@ -16,6 +16,7 @@ from zero_nb.core.norm import (
     fixed_to_norm,
     fixed_to_power_norm,
     max_abs,
+    max_and_squares,
     sum_powers_fixed,
     sum_squares_fixed,
 )
@@ -98,6 +99,44 @@ def test_the_sum_is_exactly_that_of_fractions_on_the_grid(fmt):
         k = min(51, 61 - math.ceil(math.log2(total_numel)))
         sums = sum_squares_fixed(grad, one_run(grad.size), 1, fmt, largest, total_numel)
         assert int(sums[0]) == naive.sum_squares_fixed(wide, exponent, k)
+
+
+@FORMATS
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("order", ["as it comes", "rising", "falling", "zeros first"])
+def test_one_pass_gives_the_same_maximum_and_sum(fmt, order):
+    stored, wide = gradients(fmt, seed=3)
+    grad = np.concatenate([s.reshape(-1) for s in stored])
+    if order == "zeros first":
+        grad[:40] = 0
+    elif order != "as it comes":
+        turn = np.argsort(np.abs(wide), kind="stable")
+        grad = grad[turn if order == "rising" else turn[::-1]].copy()
+    runs = one_run(*[9] * 11, grad.size - 99)
+    runs[5:, 0] = 1
+    rows = max_abs(grad, runs, 2, fmt)
+    largest = float(rows.max())
+    sums = sum_squares_fixed(grad, runs, 2, fmt, largest, grad.size)
+    for guess in (0.0, 1e-3, largest, 2 * largest, 1e30):
+        again, squares = max_and_squares(grad, runs, 2, fmt, grad.size, guess)
+        assert again.tolist() == rows.tolist()
+        known = squares[:, 1] == math.frexp(largest)[1]
+        assert known.all() if guess == largest else known.any() == (guess < largest)
+        begun = sum_squares_fixed(grad, runs, 2, fmt, largest, grad.size, squares)
+        assert begun.tolist() == sums.tolist()
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [np.inf, np.nan, -np.nan])
+def test_one_pass_finds_what_is_not_finite(fmt, bad):
+    grad = fmt.round(np.array([1.0, -9.0, 3.0, bad, 2.0, 4.0], np.float32))
+    runs = one_run(3, 2, 1)
+    runs[1:, 0] = 1, 2
+    for guess in (0.0, 2.0, 100.0):
+        largest, squares = max_and_squares(grad, runs, 3, fmt, 6, guess)
+        assert largest.tolist() == [9.0, np.inf, 4.0]
+        with pytest.raises(ValueError, match=r"larger than max_abs 9\.0, or NaN"):
+            sum_squares_fixed(grad, runs, 3, fmt, 9.0, 6, squares)
 
 
 @given(
@@ -220,6 +259,10 @@ def test_what_makes_no_sense_is_refused():
         (ValueError, lambda: sum_squares_fixed(x, runs, 1, FLOAT32, 2.0, 1)),
         (ValueError, lambda: sum_squares_fixed(x, runs, 1, FLOAT32, 0.5, 4)),
         (ValueError, lambda: sum_squares_fixed(x, one_run(3), 1, FLOAT32, 2.0, 4)),
+        (ValueError, lambda: sum_squares_fixed(x, runs, 1, FLOAT32, 2.0, 4, np.zeros((5, 2), int))),
+        (TypeError, lambda: sum_squares_fixed(x, runs, 1, FLOAT32, 2.0, 4, np.zeros((1, 2)))),
+        (ValueError, lambda: max_and_squares(x, runs, 1, FLOAT32, 4, np.inf)),
+        (ValueError, lambda: max_and_squares(x, runs, 1, FLOAT32, 1)),
         (ValueError, lambda: fixed_to_norm(1, np.nan, 4)),
         (ValueError, lambda: fixed_to_norm(1, 1.0, -1)),
         (ValueError, lambda: fixed_to_norm(-1, 1.0, 4)),

@@ -70,9 +70,8 @@ SGD_HYPER = 4
 # How an element is stored.
 CODE_FLOAT32, CODE_BFLOAT16, CODE_FLOAT16 = 0, 1, 2
 
-# 2**52: a float64 in [2**52, 2**53) carries its integer value in its low 52 bits.
-_MAGIC = np.float64(4503599627370496.0)
-_MAGIC_BITS = np.int64(0x4330000000000000)
+# In place of the exponent of a grid for squares, of which the least is -148.
+NO_GRID = -(1 << 20)
 
 _lock = threading.Lock()
 _forked = False
@@ -860,14 +859,19 @@ def _sgd_parallel(
 
 
 @_jit()
+def _largest_bits(bits, mask):
+    """The largest magnitude of a run, as bits without the sign."""
+    largest = np.uint32(0)
+    for i in range(bits.size):
+        largest = np.uint32(max(largest, np.uint32(np.uint32(bits[i]) & mask)))
+    return largest
+
+
+@_jit()
 def _max_bits(bits, mask, runs, of_run, groups, first, last):
     """For the runs of groups first..last the largest magnitude, as bits without the sign."""
-    for k in range(groups[first], groups[last]):
-        x = bits[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
-        largest = np.uint32(0)
-        for i in range(x.size):
-            largest = np.uint32(max(largest, np.uint32(np.uint32(x[i]) & mask)))
-        of_run[k] = largest
+    for r in range(groups[first], groups[last]):
+        of_run[r] = _largest_bits(bits[runs[r, GRAD] : runs[r, GRAD] + runs[r, NUMEL]], mask)
 
 
 @_jit(parallel=True)
@@ -878,69 +882,112 @@ def _max_bits_parallel(bits, mask, runs, of_run, groups, first, last):
 
 
 @_jit()
+def _magnitude(bits, code):
+    """Return the float32 of bits without the sign."""
+    if code == CODE_FLOAT32:
+        return np.uint32(bits).view(np.float32)
+    return _wide(np.uint16(bits), code)
+
+
+@_jit()
 def _max_of_rows(of_run, runs, code, result):
     """The largest magnitude of each row, from those of its runs; infinite if one is not finite."""
-    for r in range(result.size):
-        result[r] = np.float32(0.0)
-    for k in range(runs.shape[0]):
-        if code == CODE_FLOAT32:
-            largest = np.uint32(of_run[k]).view(np.float32)
-        else:
-            largest = _wide(np.uint16(of_run[k]), code)
-        row = runs[k, ROW]
+    for row in range(result.size):
+        result[row] = np.float32(0.0)
+    for r in range(runs.shape[0]):
+        largest = _magnitude(of_run[r], code)
+        row = runs[r, ROW]
         if not largest < np.float32(np.inf):
             result[row] = np.float32(np.inf)
         else:
             result[row] = max(result[row], largest)
 
 
-@_jit(inline=True)
-def _sum_squares_run(x, code, scale):
-    """Sum of the squares of a run as integers, and every bit that was seen in one.
+@_jit()
+def _exponent(bits, code):
+    """Return frexp's exponent of a magnitude, or NO_GRID if it is zero or not finite."""
+    field = np.float64(_magnitude(bits, code)).view(np.int64) >> 52
+    return NO_GRID if field == 0 or field == 2047 else field - 1022
 
-    scale is a power of two, so x * x * scale is exact in float64 before it is rounded to an
-    integer by adding 2**52; integers add up to the same total in any order.
+
+@_jit(inline=True)
+def _squares_loop(x, bits, code, mask, start):
+    """Sum the float64 patterns of ``start`` + square, and find the largest magnitude.
+
+    ``start`` is the power of two whose last bit is one step of the grid, so the addition rounds
+    the square (which is exact in float64) to the grid, and the pattern of the sum is that of
+    ``start`` plus the number of steps. Integers add up to the same in any order, wrapped or not.
     """
-    total = np.int64(0)
-    seen = np.int64(0)
+    patterns = np.int64(0)
+    largest = np.uint32(0)
     for i in range(x.size):
         wide = np.float64(_wide(x[i], code))
-        square = np.int64(np.float64((wide * wide) * scale + _MAGIC).view(np.int64) - _MAGIC_BITS)
-        total += square
-        seen |= square
-    return total, seen
+        patterns += np.float64(wide * wide + start).view(np.int64)
+        largest = np.uint32(max(largest, np.uint32(np.uint32(bits[i]) & mask)))
+    return patterns, largest
 
 
 @_jit()
-def _sum_squares(grad, code, runs, scale, of_run, groups, first, last):
-    """For the runs of groups first..last the sum of squares, and beside it the bits seen."""
-    for k in range(groups[first], groups[last]):
-        x = grad[runs[k, GRAD] : runs[k, GRAD] + runs[k, NUMEL]]
-        if code == CODE_FLOAT32:
-            total, seen = _sum_squares_run(x, CODE_FLOAT32, scale)
-        elif code == CODE_BFLOAT16:
-            total, seen = _sum_squares_run(x, CODE_BFLOAT16, scale)
+def _squares_of_run(x, bits, code, mask, exponent, k):
+    """Sum of the squares of a run in steps of 2**(2 * exponent - k); largest magnitude, as bits."""
+    start_bits = np.int64(np.int64(2 * exponent - k + 52 + 1023) << 52)
+    start = start_bits.view(np.float64)
+    if code == CODE_FLOAT32:
+        patterns, largest = _squares_loop(x, bits, CODE_FLOAT32, mask, start)
+    elif code == CODE_BFLOAT16:
+        patterns, largest = _squares_loop(x, bits, CODE_BFLOAT16, mask, start)
+    else:
+        patterns, largest = _squares_loop(x, bits, CODE_FLOAT16, mask, start)
+    return np.int64(patterns - np.int64(x.size) * start_bits), largest
+
+
+@_jit()
+def _max_and_squares(grad, bits, mask, code, runs, guess, k, of_run, squares, groups, first, last):
+    """For the runs of groups first..last the largest magnitude, and the sum of squares.
+
+    The grid is that of the largest magnitude so far, from ``guess`` on; it stands beside the sum.
+    The longer a group, the more of its runs come after a magnitude of the largest power of two.
+    """
+    exponent = guess
+    for r in range(groups[first], groups[last]):
+        stop = runs[r, GRAD] + runs[r, NUMEL]
+        x, b = grad[runs[r, GRAD] : stop], bits[runs[r, GRAD] : stop]
+        if exponent == NO_GRID:
+            exponent = _exponent(_largest_bits(b, mask), code)
+        total, largest = np.int64(0), np.uint32(0)
+        if exponent == NO_GRID:  # nothing but zeros so far, or not finite
+            largest = _largest_bits(b, mask)
         else:
-            total, seen = _sum_squares_run(x, CODE_FLOAT16, scale)
-        of_run[k, 0] = total
-        of_run[k, 1] = seen
+            total, largest = _squares_of_run(x, b, code, mask, exponent, k)
+            if _exponent(largest, code) > exponent:
+                exponent = _exponent(largest, code)
+                total, largest = _squares_of_run(x, b, code, mask, exponent, k)
+        finite = _magnitude(largest, code) < np.float32(np.inf)
+        of_run[r] = largest
+        squares[r, 0] = total
+        squares[r, 1] = exponent if finite else NO_GRID
 
 
 @_jit(parallel=True)
-def _sum_squares_parallel(grad, code, runs, scale, of_run, groups, first, last):
-    """For the runs of groups first..last the sum of squares and the bits seen."""
+def _max_and_squares_parallel(
+    grad, bits, mask, code, runs, guess, k, of_run, squares, groups, first, last
+):
+    """For the runs of groups first..last the largest magnitude, and the sum of squares."""
     for b in prange(first, last):
-        _sum_squares(grad, code, runs, scale, of_run, groups, np.int64(b), np.int64(b) + 1)
+        g = np.int64(b)
+        _max_and_squares(grad, bits, mask, code, runs, guess, k, of_run, squares, groups, g, g + 1)
 
 
 @_jit()
-def _sum_of_rows(of_run, runs, of_row):
-    """Add the sums of runs to their rows; return every bit that was seen."""
-    seen = np.int64(0)
-    for k in range(runs.shape[0]):
-        of_row[runs[k, ROW]] += of_run[k, 0]
-        seen |= of_run[k, 1]
-    return seen
+def _sum_of_rows(squares, runs, exponent, of_row):
+    """Add the sums of runs to their rows; return how many are on another grid and left out."""
+    others = 0
+    for r in range(runs.shape[0]):
+        if squares[r, 1] == exponent:
+            of_row[runs[r, ROW]] += squares[r, 0]
+        else:
+            others += 1
+    return others
 
 
 # ---------------------------------------------------------------------------------------------

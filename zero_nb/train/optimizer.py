@@ -29,7 +29,6 @@ from zero_nb.train.scaling import (
     check_norm_type,
     clip_factor,
     global_norm,
-    largest_gradient,
 )
 from zero_nb.train.stages import STAGES, ZeROStage2
 from zero_nb.train.stats import ZeROMemoryStats
@@ -536,9 +535,10 @@ class ZeROOptimizer:
                 self.accumulation.reduce(unit)
             self._reduced = True  # whatever fails from here on, the step can be repeated
         loss_scale = self.loss_scale
-        largest = largest_gradient(self.world, units, left_out)
-        finite = math.isfinite(largest)
-        grad_norm = self._grad_norm(units, left_out, largest) / loss_scale
+        p = math.inf if self.max_grad_norm is None else self.norm_type
+        scaled_norm = global_norm(self.world, units, left_out, p=p)
+        finite = math.isfinite(scaled_norm)
+        grad_norm = scaled_norm / loss_scale
         self.ledger.phase = "step"
         if finite:
             grad_scale = clip_factor(grad_norm, self.max_grad_norm) / loss_scale
@@ -575,12 +575,6 @@ class ZeROOptimizer:
         used_RN = np.tile(used_N, (self.world.hosted, 1))
         anywhere_N = self.world.all_gather_scalars(used_RN, label="used").any(axis=0)
         return frozenset(name for name, used in zip(names, anywhere_N, strict=True) if not used)
-
-    def _grad_norm(self, units, left_out, largest):
-        """Return the norm clipping needs; without clipping the largest magnitude will do."""
-        if self.max_grad_norm is None:
-            return largest
-        return global_norm(self.world, units, left_out, p=self.norm_type, largest=largest)
 
     def _apply(self, units, grad_scale, left_out):
         """Update every trainable unit."""

@@ -27,15 +27,14 @@ __all__ = [
     "check_norm_type",
     "clip_factor",
     "global_norm",
-    "largest_gradient",
 ]
 
 
 SMALLEST_NORM_TYPE = 0.1
 
 
-def largest_gradient(world, units, left_out=()):
-    """Return the largest magnitude of the reduced gradient; the finite check too.
+def global_norm(world, units, left_out=(), *, p=2.0):
+    """Return the p-norm of the reduced gradient of all `units`; the finite check too.
 
     Parameters
     ----------
@@ -44,36 +43,14 @@ def largest_gradient(world, units, left_out=()):
         Trainable, after `reduce`: each rank's own slice of `grad` is final.
     left_out : collection of str
         Parameters that no rank used.
+    p : float, default 2
+        Above 0; ``inf`` is the largest magnitude, which takes least time.
 
     Returns
     -------
     float
         ``inf`` if any element on any rank is not finite. A rank that owns only padding
         contributes 0 and takes part.
-    """
-    largest_R = np.zeros(world.hosted, np.float64)
-    for unit, runs in _jobs(units, left_out):
-        partial_R = norm.max_abs(unit.grad.reshape(-1), runs, world.hosted, unit.grad_format)
-        largest_R = np.maximum(largest_R, partial_R)
-    return float(world.all_gather_scalars(largest_R[:, None], label="max").max())
-
-
-def global_norm(world, units, left_out=(), *, p=2.0, largest=None):
-    """Return the p-norm of the reduced gradient of all `units`.
-
-    Parameters
-    ----------
-    world, units, left_out
-        See `largest_gradient`.
-    p : float, default 2
-        Above 0; ``inf`` is the largest magnitude.
-    largest : float, optional
-        From `largest_gradient`, if it is known already.
-
-    Returns
-    -------
-    float
-        ``inf`` if any element is not finite.
 
     Notes
     -----
@@ -83,17 +60,27 @@ def global_norm(world, units, left_out=(), *, p=2.0, largest=None):
     one parameter.
     """
     check_norm_type(p)
-    largest = largest_gradient(world, units, left_out) if largest is None else largest
+    numel = sum(unit.layout.numel for unit in units)
+    largest_R, jobs = np.zeros(world.hosted, np.float64), []
+    for unit, runs in _jobs(units, left_out):
+        job = unit.grad.reshape(-1), runs, world.hosted, unit.grad_format
+        squares = None
+        if p == 2:
+            so_far = largest_R.max() if np.isfinite(largest_R).all() else 0.0
+            partial_R, squares = norm.max_and_squares(*job, numel, so_far)
+        else:
+            partial_R = norm.max_abs(*job)
+        largest_R = np.maximum(largest_R, partial_R)
+        jobs.append((job, squares))
+    largest = float(world.all_gather_scalars(largest_R[:, None], label="max").max())
     if largest == 0.0 or not math.isfinite(largest) or math.isinf(p):
         return largest
-    numel = sum(unit.layout.numel for unit in units)
     sums_R = np.zeros(world.hosted, np.int64)
-    for unit, runs in _jobs(units, left_out):
-        grad, fmt = unit.grad.reshape(-1), unit.grad_format
+    for job, squares in jobs:
         if p == 2:
-            sums_R += norm.sum_squares_fixed(grad, runs, world.hosted, fmt, largest, numel)
+            sums_R += norm.sum_squares_fixed(*job, largest, numel, squares)
         else:
-            sums_R += norm.sum_powers_fixed(grad, runs, world.hosted, fmt, largest, numel, p)
+            sums_R += norm.sum_powers_fixed(*job, largest, numel, p)
     total = sum(world.all_gather_scalars(sums_R[:, None], label="norm")[:, 0].tolist())
     if p == 2:
         return norm.fixed_to_norm(total, largest, numel)

@@ -140,8 +140,10 @@ def _squares_of_runs(flat, runs, fmt, exponent, k, total):
 
 def _one_a_thread(groups):
     """Join neighbouring groups, so that each thread has one: it learns its grid only once."""
-    parts = min(len(groups) - 1, numba.get_num_threads())
-    return groups[(len(groups) - 1) * np.arange(parts + 1) // max(parts, 1)]
+    count, threads = len(groups) - 1, numba.get_num_threads()
+    if count <= threads:
+        return groups
+    return groups[[count * part // threads for part in range(threads + 1)]]
 
 
 def _grid(max_abs, total_numel):

@@ -7,8 +7,9 @@
 #   make book       the course, the pages and the reference as a web site to read offline
 #   make figures    write figures/
 #   make notebooks  execute the notebooks and write them in normal form
-#   make bench      time everything beside NumPy: a table with what has to be reached (10 minutes)
-#   make bench-peers  the same beside PyTorch and JAX too, in an environment of its own
+#   make bench      time everything beside NumPy: a table with what has to be reached (7 minutes)
+#   make bench-peers  the same beside PyTorch and JAX too, in an environment of its own; it writes
+#                   the record that is kept, benchmarks/results/ and figures/bench.*
 #
 # Another interpreter: make PYTHON=python3.13 run
 
@@ -84,7 +85,7 @@ notebooks: $(READY)
 	$(PY) tools/nbtools.py run
 
 bench: $(READY)
-	$(PY) benchmarks/run.py
+	$(PY) benchmarks/run.py --out build/bench --figures build/bench
 
 # The package itself is in there too, so that both sides run in one process where they can.
 $(PEERS)/.ready: pyproject.toml constraints.txt

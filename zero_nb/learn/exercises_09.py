@@ -30,8 +30,8 @@ PREDICTIONS = {
             Mistake(8, "Think of the smallest of the nine: a few elements that are never updated."),
             Mistake(
                 3,
-                "Three would be a fair guess if faults were random noise. But each of these still "
-                "walks downhill, on another path.",
+                "Some faults do slow the training down. But with each of the nine the loss still "
+                "falls, on another path.",
             ),
             Mistake(1, "One curve is clearly higher than the others. But does it fall?"),
             Mistake(2, "Two curves are clearly higher than the others. But do they fall?"),

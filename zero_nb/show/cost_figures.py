@@ -305,7 +305,7 @@ def _map_cell(ax, x, y, look, text):
     ax.add_patch(Rectangle((x, y), 1, 1, **look.bar))
     ax.text(
         x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(look.color),
-        bbox={"boxstyle": "round,pad=0.15", "facecolor": look.color, "edgecolor": "none"},
+        bbox={"boxstyle": "round,pad=0.3", "facecolor": look.color, "edgecolor": "none"},
     )  # fmt: skip
 
 

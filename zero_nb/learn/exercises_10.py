@@ -8,7 +8,7 @@ __all__ = ["EXERCISES", "PREDICTIONS"]
 
 
 PREDICTIONS = {
-    # 16Ψ/W + 8u with 8 equal layers on 4 ranks: 42 MB, less what is not reduced yet.
+    # 16Ψ/W + 8u with 4 equal layers on 4 ranks: 25 MB, less what is not reduced yet.
     "10-p": Prediction(
         title="Predict the peak of one process at stage 3",
         unit=" MB",
@@ -17,21 +17,21 @@ PREDICTIONS = {
         high=500.0,
         mistakes=(
             Mistake(
-                33.6,
+                16.8,
                 "That is what is held: 16 bytes for a quarter of the parameters. To compute, a "
                 "layer has to be whole, and its gradient too.",
             ),
             Mistake(
-                134.3,
+                67.2,
                 "That is stage 0: 16 bytes for every parameter. Stage 3 divides all of it by 4.",
             ),
             Mistake(
-                25.2,
+                12.6,
                 "You left the gradients out: 12 bytes a parameter, and what is borrowed comes on "
                 "top.",
             ),
             Mistake(
-                37.8,
+                21.0,
                 "You added the gathered layer. In backward its whole gradient is there as well.",
             ),
         ),
@@ -39,7 +39,7 @@ PREDICTIONS = {
         advice="Add what is held, one gathered layer, and the gradient of that layer.",
     )
 }
-TRUTH = {"10-p": 40.958976}
+TRUTH = {"10-p": 24.165376}
 
 
 # ------------------------------------------------------------------- 10-b: calls of every rank

@@ -51,10 +51,11 @@ def paper_table_1():
     degrees = sorted({key[0] for key in cells})
     models = list(dict.fromkeys(key[1] for key in cells))
     same = sum(ours == printed for _, ours, printed in cells.values())
-    with sheet(9.2, 0.9 + 0.42 * (len(degrees) + 2)) as (fig, ax):
+    with sheet(9.2, 1.2 + 0.42 * (len(degrees) + 2)) as (fig, ax):
         ax.set(xlim=(-1.3, 3 * len(models)), ylim=(-len(degrees) + 0.4, 2.4))
         ax.axis("off")
-        ax.text(-0.25, 1, "DP degree", ha="right", va="center", fontweight="bold")
+        ax.set_title(f"GB of model states on each device; filled cells fit in {_DEVICE_GB} GB")
+        ax.text(-0.25, 1, "devices", ha="right", va="center", fontweight="bold")
         for column, model in enumerate(models):
             ax.text(3 * column + 1.5, 1.95, f"{model} parameters", ha="center", va="center",
                     fontweight="bold")  # fmt: skip
@@ -70,7 +71,7 @@ def paper_table_1():
         fitting = sum(exact <= _DEVICE_GB * 10**9 for exact, *_ in cells.values())
         return render(
             fig,
-            f"Table of GB of model states per device: data-parallel degrees "
+            f"Table of GB of model states on each device: data-parallel degrees "
             f"{', '.join(map(str, degrees))} by models of {', '.join(models)} parameters at "
             f"stages 1 to 3. {same} of {len(cells)} recomputed cells are as printed; {fitting} "
             f"fit in {_DEVICE_GB} GB and are filled.",
@@ -122,14 +123,14 @@ def totals_over_devices(plans):
         for plan in plans
     ]
     sizes = [plan.world_size for plan in plans]
-    top = 1.18 * max(plan.total_bytes for plan in plans)
-    with sheet(8.6, 4.2) as (fig, ax):
+    top = 1.1 * max(plan.total_bytes for plan in plans)
+    with sheet(8.6, 4.9) as (fig, ax):
         ax.set(ylim=(0, top), xlim=(-0.55, len(plans) - 0.45))
         for x, part in enumerate(parts):
             base = 0
             for name, size in part.items():
                 (bar,) = ax.bar(x, size, 0.86, bottom=base, **_GROUPS[name][1].bar)
-                label_bar(ax, bar, f"{name} {size / 1e9:.1f}", smallest=0.045)
+                label_bar(ax, bar, f"{name} {size / 1e9:.1f}", smallest=0.033)
                 base += size
             ax.text(x, base + 0.01 * top, format_bytes(base), ha="center", va="bottom",
                     fontweight="bold")  # fmt: skip
@@ -137,7 +138,7 @@ def totals_over_devices(plans):
         ax.tick_params(axis="x", length=0)
         bytes_axis(ax.yaxis)
         ax.set_ylabel("bytes on the fullest device")
-        ax.set_title(f"{plans[0].model} at stage {plans[0].stage}: only the states are divided")
+        ax.set_title(f"{plans[0].model} at stage {plans[0].stage}: devices divide the states only")
         said = ", ".join(format_bytes(plan.total_bytes) for plan in plans)
         states = ", ".join(
             format_bytes(sum(part[KINDS[kind].label] for kind in _STATES)) for part in parts

@@ -106,15 +106,16 @@ def where_ranks_wait(places):
     """
     if not places:
         raise ValueError("no places were given; did the ranks diverge?")
-    with sheet(8.6, 0.7 + 0.55 * len(places)) as (fig, ax):
-        ax.set(xlim=(0, 10), ylim=(-len(places) + 0.4, 0.7))
+    with sheet(8.6, 0.9 + 0.55 * len(places)) as (fig, ax):
+        ax.set(xlim=(0, 10), ylim=(-len(places) + 0.4, 1.05))
         ax.axis("off")
         counts = {place: list(places.values()).count(place) for place in places.values()}
         rare = min(counts, key=counts.get)
+        parting = 4.2
         for row, (rank, place) in enumerate(places.items()):
             look = rank_look(rank)
             # Whoever is in another place than most stops earlier, or later: never in one line.
-            stop = 4.2 if place == rare and len(counts) > 1 else 6.4
+            stop = parting if place == rare and len(counts) > 1 else 6.4
             ax.barh(-row, stop - 1.0, 0.6, left=1.0, **look.bar)
             ax.text(0.85, -row, f"rank {rank}", ha="right", va="center")
             ax.text(
@@ -122,6 +123,10 @@ def where_ranks_wait(places):
                 bbox={"boxstyle": "round,pad=0.15", "facecolor": look.color, "edgecolor": "none"},
             )  # fmt: skip
             ax.text(stop + 0.15, -row, f"waits: {place}", va="center", fontweight="bold")
+        if len(counts) > 1:
+            ax.plot([parting] * 2, [-len(places) + 0.5, 0.5], color=INK, linewidth=1.0,
+                    linestyle=(0, (2, 2)))  # fmt: skip
+            ax.text(parting, 0.6, "here they differ", ha="center", va="bottom", fontsize="small")
         said = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
         return render(
             fig,
@@ -196,8 +201,8 @@ def shards_read(numel, saved, loading):
         Two strips; each new shard says whose files it reads.
     """
     old, new = -(-numel // saved), -(-numel // loading)
-    with sheet(8.6, 2.5) as (fig, ax):
-        ax.set(xlim=(-0.02 * numel, 1.02 * numel), ylim=(-0.5, 3.2))
+    with sheet(8.6, 2.7) as (fig, ax):
+        ax.set(xlim=(-0.02 * numel, 1.02 * numel), ylim=(-0.75, 3.2))
         ax.axis("off")
         reads = {}
         for row, (shard, count) in enumerate(((old, saved), (new, loading))):
@@ -208,22 +213,24 @@ def shards_read(numel, saved, loading):
                     continue
                 look = rank_look(rank)
                 ax.barh(y, stop - start, 0.8, left=start, **look.bar)
-                text = f"rank {rank}"
-                if row:
+                middle = (start + stop) / 2
+                if row:  # written below: the borders of the old shards go through the strip
                     files = [i for i in range(saved) if i * old < stop and (i + 1) * old > start]
                     reads[f"rank {rank}"] = " ".join(map(str, files))
-                    text += f" reads {' and '.join(map(str, files))}"
-                ax.text(
-                    (start + stop) / 2, y, text, ha="center", va="center",
-                    color=text_color(look.color), fontsize="small",
-                    bbox={"boxstyle": "round,pad=0.15", "facecolor": look.color,
-                          "edgecolor": "none"},
-                )  # fmt: skip
+                    text = f"rank {rank} reads {' and '.join(map(str, files))}"
+                    ax.text(middle, y - 0.5, text, ha="center", va="top", fontsize="small")
+                else:
+                    ax.text(
+                        middle, y, f"rank {rank}", ha="center", va="center",
+                        color=text_color(look.color), fontsize="small",
+                        bbox={"boxstyle": "round,pad=0.15", "facecolor": look.color,
+                              "edgecolor": "none"},
+                    )  # fmt: skip
             word = "loaded by" if row else "saved by"
             ax.text(0, y + 0.5, f"{word} {count} ranks", va="bottom", fontweight="bold")
         for rank in range(1, saved):
             if rank * old < numel:
-                ax.plot([rank * old] * 2, [0.0, 2.45], color=INK, linewidth=1.0,
+                ax.plot([rank * old] * 2, [-0.05, 2.45], color=INK, linewidth=1.0,
                         linestyle=(0, (2, 2)))  # fmt: skip
         said = "; ".join(
             f"{rank} reads {files.replace(' ', ' and ')}" for rank, files in reads.items()

@@ -482,9 +482,13 @@ def plan_bars(model="llama-7b", cluster=None, **options):
 
 
 def _limit(ax, limit, text, tops):
-    """The device's memory, named over the bar whose top is farthest away."""
+    """The device's memory, named over the lowest bar, or inside the highest if none is below."""
     ax.axhline(limit, color=INK, linewidth=0.9, linestyle=(0, (6, 3)), zorder=4)
-    room = [abs(limit - top) + (0 if top > limit else 0.5 * limit) for top in tops]
+    if min(tops) < limit:
+        room = [limit - top for top in tops]
+        text += f"\n= {format_bytes(limit)}"  # as on the axis
+    else:
+        room = tops
     ax.annotate(
         text, (room.index(max(room)), limit), xytext=(0, 4), textcoords="offset points",
         ha="center", va="bottom", fontsize="small", zorder=5,

@@ -1,5 +1,7 @@
 """The checks that stand between a caller and a kernel, which itself checks nothing."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,16 @@ from zero_nb.core.checks import (
     check_world_size,
     run_groups,
 )
-from zero_nb.core.kernels import GRAD, NUMEL, TARGET
+from zero_nb.core.kernels import (
+    GRAD,
+    HYPER,
+    NUMEL,
+    PARAM,
+    ROW,
+    RUN_COLUMNS,
+    TARGET,
+    UNCHECKED,
+)
 
 
 def test_a_good_array_is_handed_back():
@@ -39,6 +50,32 @@ def test_a_bad_array_is_described(error, message, array, wanted):
         check_array("x", array, **wanted)
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "array", "wanted"),
+    [
+        (TypeError, "foreign byte order", np.zeros(2, ">f8"), {}),
+        (TypeError, "x must have dtype float32, got float64", np.zeros(2), {"dtype": np.float32}),
+        (ValueError, r"must have 2 dimensions, got shape \(2,\)", np.zeros(2), {"ndim": 2}),
+        (ValueError, r"shape \(any, 3\), got \(3, 2\)", np.zeros((3, 2)), {"shape": (None, 3)}),
+        (ValueError, r"shape \(2, 1\), got \(2,\)", np.zeros(2), {"shape": (2, 1)}),
+        (ValueError, "C-contiguous", np.zeros(4)[::2], {}),
+        (ValueError, "read-only", np.broadcast_to(np.zeros(1), (1,)), {"writable": True}),
+    ],
+)
+def test_the_short_way_for_an_exact_dtype_refuses_the_same(error, message, array, wanted):
+    wanted = {"dtype": array.dtype} | {name: np.dtype(n) if name == "dtype" else n
+                                       for name, n in wanted.items()}  # fmt: skip
+    with pytest.raises(error, match=message):
+        check_array("x", array, **wanted)
+
+
+def test_the_long_way_takes_what_is_only_read_and_what_is_of_another_class():
+    only_read = np.broadcast_to(np.zeros(1), (1,))
+    assert check_array("x", only_read, only_read.dtype, shape=(1,)) is only_read
+    other = np.zeros(3).view(np.recarray)
+    assert check_array("x", other, np.dtype(np.float64), writable=True) is other
+
+
 def test_alignment():
     raw = np.zeros(17, np.uint8)
     shifted = next(raw[i : i + 8].view(np.float64) for i in (0, 1) if raw[i:].ctypes.data % 8)
@@ -51,6 +88,21 @@ def test_overlap():
     check_no_overlap(a=x[:5], b=x[5:], c=None, d=x[3:3])
     with pytest.raises(ValueError, match="a and c overlap"):
         check_no_overlap(a=x[:6], b=np.zeros(3), c=x[5:])
+
+
+def test_arrays_lie_apart_where_numpy_says_so():
+    x, rng, seen = np.zeros(30), np.random.default_rng(0), set()
+    for attempt in range(300):
+        cuts = np.sort(rng.choice(31, 12, replace=False))  # of six parts that lie apart
+        if attempt % 2:
+            a, b = rng.choice(12, 2, replace=False)
+            cuts[[a, b]] = cuts[[b, a]]
+        parts = [x[min(pair) : max(pair)] for pair in rng.permutation(cuts.reshape(6, 2))]
+        shared = any(np.may_share_memory(a, b) for a, b in combinations(parts, 2))
+        assert kernels._apart(*parts) is not shared
+        seen.add(shared)
+    assert seen == {True, False}
+    assert kernels._apart(x, *[np.zeros(0, np.uint16)] * 5)
 
 
 @pytest.mark.parametrize("bad", [0, -3])
@@ -116,6 +168,30 @@ def test_huge_numbers_do_not_wrap():
         for runs in (runs_of(bad), runs_of((0, 0, 4, 0), bad)):
             with pytest.raises(ValueError, match="covers g"):
                 check_runs(runs, read=[("g", GRAD, 8)])
+
+
+def test_the_kernel_that_looks_at_runs_passes_nothing_that_a_closer_look_refuses():
+    rng, seen = np.random.default_rng(0), []
+    for _ in range(1000):
+        runs = rng.integers(0, 4, (rng.integers(1, 4), RUN_COLUMNS))
+        runs[:, NUMEL] = rng.integers(-1 if rng.random() < 0.1 else 0, 3, len(runs))
+        if rng.random() < 0.7:  # one after the other
+            runs[:, TARGET] = runs[:, PARAM] = np.cumsum(runs[:, NUMEL]) - runs[:, NUMEL]
+        named = [("g", GRAD, 6)], [("t", TARGET, 6), ("p", PARAM, 5), ("q", PARAM, 6)], 4, 3
+        sizes = [UNCHECKED] * RUN_COLUMNS
+        sizes[GRAD], sizes[TARGET], sizes[PARAM], sizes[HYPER], sizes[ROW] = 6, 6, 5, 4, 3
+        total = kernels._runs_total(runs, tuple(sizes), 1 << TARGET | 1 << PARAM)
+        try:
+            told = checks._look_closer(runs, *named)
+        except ValueError:
+            told = None
+            assert total == -1
+        else:
+            assert total in (told, -1)
+            assert told == runs[:, NUMEL].sum()
+            assert check_runs(runs, *named) == told
+        seen.append((total == -1, told is None))
+    assert {(True, True), (False, False), (True, False)} == set(seen)  # the last: out of order
 
 
 @pytest.mark.parametrize("numels", [[], [1], [3, 3, 3, 3], [10, 1, 1, 1, 1, 9], [0, 0, 5], [4] * 7])

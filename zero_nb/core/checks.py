@@ -1,5 +1,7 @@
 """Checks that the public wrappers make before a kernel runs: kernels themselves check nothing."""
 
+from itertools import combinations
+
 import numpy as np
 
 from zero_nb.core.kernels import (
@@ -8,10 +10,13 @@ from zero_nb.core.kernels import (
     ROW,
     RUN_BLOCK,
     RUN_COLUMNS,
-    _run_extents,
+    UNCHECKED,
     _run_groups,
+    _runs_total,
     runs_parallel,
 )
+
+_INT64 = np.dtype(np.int64)
 
 
 def check_array(name, array, dtype=None, ndim=None, shape=None, writable=False, contiguous=True):
@@ -46,6 +51,17 @@ def check_array(name, array, dtype=None, ndim=None, shape=None, writable=False, 
     ValueError
         Another shape, read-only, not contiguous or not aligned.
     """
+    # Most arrays are all that can be asked for, which takes a third of the time of the questions
+    # below. (carray: C-contiguous, aligned and writable; its byte order is that of the dtype.)
+    if (
+        type(array) is np.ndarray
+        and array.dtype is dtype
+        and dtype.isnative
+        and array.flags.carray
+        and (ndim is None or array.ndim == ndim)
+        and (shape is None or array.shape == shape or _has_shape(array, shape))
+    ):
+        return array
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"{name} must be a numpy.ndarray, got {type(array).__name__}; use numpy.asarray"
@@ -59,12 +75,7 @@ def check_array(name, array, dtype=None, ndim=None, shape=None, writable=False, 
         raise TypeError(f"{name} must have dtype {np.dtype(dtype)}, got {array.dtype}")
     if ndim is not None and array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}")
-    if shape is not None and (
-        array.ndim != len(shape)
-        or any(
-            want is not None and want != got for want, got in zip(shape, array.shape, strict=True)
-        )
-    ):
+    if shape is not None and not _has_shape(array, shape):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         wanted = f"({wanted},)" if len(shape) == 1 else f"({wanted})"
         raise ValueError(f"{name} must have shape {wanted}, got {array.shape}")
@@ -80,6 +91,19 @@ def check_array(name, array, dtype=None, ndim=None, shape=None, writable=False, 
     return array
 
 
+def _has_shape(array, shape):
+    """Whether an array has this shape, in which None stands for any length."""
+    got = array.shape
+    if len(got) != len(shape):
+        return False
+    for axis, want in enumerate(shape):
+        if want is None:
+            continue
+        if want != got[axis]:
+            return False
+    return True
+
+
 def check_no_overlap(**arrays):
     """Refuse two arrays that share memory, where a kernel writes to at least one of them.
 
@@ -93,11 +117,10 @@ def check_no_overlap(**arrays):
     ValueError
         Two of them overlap.
     """
-    present = [(name, array) for name, array in arrays.items() if array is not None and array.size]
-    for i, (name, array) in enumerate(present):
-        for other, second in present[i + 1 :]:
-            if np.may_share_memory(array, second):
-                raise ValueError(f"{name} and {other} overlap in memory; give separate arrays")
+    for (name, array), (other, second) in combinations(arrays.items(), 2):
+        # Empty arrays share no memory.
+        if array is not None and second is not None and np.may_share_memory(array, second):
+            raise ValueError(f"{name} and {other} overlap in memory; give separate arrays")
 
 
 def check_world_size(world_size):
@@ -155,36 +178,50 @@ def check_runs(runs, read=(), written=(), hyper_rows=None, rows=None):
         Another shape, a negative length, a run outside its buffer, or two runs that write the
         same element.
     """
-    check_array("runs", runs, dtype=np.int64, ndim=2, shape=(None, RUN_COLUMNS))
-    if runs.shape[0] == 0:
-        return 0
-    low, high = np.empty(RUN_COLUMNS, np.int64), np.empty(RUN_COLUMNS, np.int64)
-    ascending = np.empty(RUN_COLUMNS, np.bool_)
-    total = _run_extents(runs, low, high, ascending)
-    if low[NUMEL] < 0:
-        raise ValueError(f"run {int(runs[:, NUMEL].argmin())} has a negative length {low[NUMEL]}")
-    for name, column, size in (*read, *written):
-        if low[column] < 0 or high[column] > size:
-            _raise_outside(runs, name, column, size)
-    for name, column, _ in written:
-        if not ascending[column]:
-            _raise_if_twice(runs, name, column)
-    for name, column, size in (("hyper", HYPER, hyper_rows), ("rows", ROW, rows)):
-        if size is not None and (low[column] < 0 or high[column] >= size):
-            raise ValueError(
-                f"runs point to {name} {low[column]}..{high[column]}, but there are {size}"
-            )
+    check_array("runs", runs, dtype=_INT64, ndim=2, shape=(None, RUN_COLUMNS))
+    sizes, once = [UNCHECKED] * RUN_COLUMNS, 0
+    for _, column, size in (*read, *written):
+        if size < sizes[column]:  # half the time of min()
+            sizes[column] = size
+    for _, column, _ in written:
+        once |= 1 << column
+    if hyper_rows is not None:
+        sizes[HYPER] = hyper_rows
+    if rows is not None:
+        sizes[ROW] = rows
+    total = _runs_total(runs, tuple(sizes), once)
+    if total < 0:
+        total = _look_closer(runs, read, written, hyper_rows, rows)
     return int(total)
 
 
-def _raise_outside(runs, name, column, size):
+def _look_closer(runs, read, written, hyper_rows, rows):
+    """Say what is wrong with runs, or count their elements if they are only out of order."""
+    numels = runs[:, NUMEL]
+    if numels.min() < 0:
+        raise ValueError(f"run {int(numels.argmin())} has a negative length {numels.min()}")
+    for name, column, size in (*read, *written):
+        _raise_if_outside(runs, name, column, size)
+    for name, column, _ in written:
+        _raise_if_twice(runs, name, column)
+    for name, column, size in (("hyper", HYPER, hyper_rows), ("rows", ROW, rows)):
+        low, high = runs[:, column].min(), runs[:, column].max()
+        if size is not None and (low < 0 or high >= size):
+            raise ValueError(f"runs point to {name} {low}..{high}, but there are {size}")
+    return numels.sum()
+
+
+def _raise_if_outside(runs, name, column, size):
     """Name the first run that leaves its buffer."""
-    for run, (start, numel) in enumerate(runs[:, [column, NUMEL]].tolist()):
-        if start < 0 or start + numel > size:
-            raise ValueError(
-                f"run {run} covers {name}[{start}:{start + numel}], but {name} has {size} "
-                "elements; build the table for these buffers"
-            )
+    starts, numels = runs[:, column], runs[:, NUMEL]
+    outside = np.flatnonzero((starts < 0) | (starts > size - numels))
+    if outside.size:
+        run = int(outside[0])
+        start, numel = int(starts[run]), int(numels[run])
+        raise ValueError(
+            f"run {run} covers {name}[{start}:{start + numel}], but {name} has {size} "
+            "elements; build the table for these buffers"
+        )
 
 
 def _raise_if_twice(runs, name, column):
@@ -216,5 +253,5 @@ def run_groups(runs, work):
     """
     if not runs_parallel(work):
         return np.array((0, len(runs)), np.int64)
-    groups = np.zeros(max(len(runs), 1) + 1, np.int64)
-    return groups[: max(_run_groups(runs, RUN_BLOCK, groups), 1) + 1]
+    groups = np.zeros(len(runs) + 2, np.int64)
+    return groups[: _run_groups(runs, RUN_BLOCK, groups) + 1]

@@ -57,6 +57,7 @@ CACHE_BLOCK = 1 << 10  # elements of one block that is widened into a scratch in
 # Columns of a table of runs (see zero_nb.core.flat).
 ROW, TARGET, GRAD, STATE, PARAM, NUMEL, HYPER = range(7)
 RUN_COLUMNS = 7
+UNCHECKED = 1 << 62  # stands for the size of what a column points into, if that does not matter
 
 # Columns of Adam's table of hyper-parameters.
 ADAM_GRAD_SCALE, ADAM_DECAY, ADAM_ONE_MINUS_BETA1, ADAM_BETA2 = 0, 1, 2, 3
@@ -995,39 +996,54 @@ def _sum_of_rows(squares, runs, exponent, of_row):
 
 
 @_jit()
-def _run_extents(runs, low, high, ascending):
-    """Smallest entry and largest end of each column; whether its runs follow one another.
+def _apart(a, b, c, d, e, f):
+    """Whether six C-contiguous arrays lie apart; an empty one inside another does not."""
+    starts = (
+        np.int64(a.ctypes.data),
+        np.int64(b.ctypes.data),
+        np.int64(c.ctypes.data),
+        np.int64(d.ctypes.data),
+        np.int64(e.ctypes.data),
+        np.int64(f.ctypes.data),
+    )
+    sizes = (a.nbytes, b.nbytes, c.nbytes, d.nbytes, e.nbytes, f.nbytes)
+    for i in range(len(starts)):
+        for j in range(i):
+            if starts[i] < starts[j] + sizes[j] and starts[j] < starts[i] + sizes[i]:
+                return False
+    return True
 
-    The end of an offset is the offset plus the run's length, of other columns the entry itself;
-    entries beyond any buffer count as 2**50, so that nothing wraps. The number of elements of all
-    runs is returned.
+
+@_jit()
+def _runs_total(runs, sizes, once):
+    """Number of elements of all runs; -1 if one is not as it has to be, or only out of order.
+
+    ``sizes`` says for each column how many elements or rows it may point into, or UNCHECKED. In
+    the columns whose bits are set in ``once`` a run may not begin before the last one ended.
     """
-    beyond = np.int64(1 << 50)
     total = np.int64(0)
-    ends = np.empty(RUN_COLUMNS, np.int64)
-    for c in range(RUN_COLUMNS):
-        low[c] = runs[0, c]
-        high[c] = runs[0, c]
-        ascending[c] = True
-        ends[c] = min(runs[0, c], beyond)
     for k in range(runs.shape[0]):
-        numel = min(runs[k, NUMEL], beyond)
-        total += numel
+        numel = runs[k, NUMEL]
+        if numel < 0:
+            return np.int64(-1)
         for c in range(RUN_COLUMNS):
-            start = min(runs[k, c], beyond)
-            end = start
-            if TARGET <= c and c <= PARAM:
-                ascending[c] = ascending[c] and start >= ends[c]
-                end = start + numel
-            low[c] = min(low[c], start)
-            high[c] = max(high[c], end)
-            ends[c] = end
+            if sizes[c] < UNCHECKED:
+                start = runs[k, c]
+                length = numel if TARGET <= c <= PARAM else 1
+                if start < 0 or start > sizes[c] - length:
+                    return np.int64(-1)
+                if once >> c & 1 and k > 0 and start < runs[k - 1, c] + runs[k - 1, NUMEL]:
+                    return np.int64(-1)
+        total += numel
     return total
 
 
 @_jit()
 def _run_groups(runs, piece, groups):
-    """Cut the runs into groups of at least ``piece`` elements; return the number of groups."""
+    """Cut the runs into groups of at least ``piece`` elements; return how many, at least one.
+
+    groups has zeros, one more than runs and another: without runs the one group is empty.
+    """
     count = 0
     held = np.int64(0)
     groups[0] = 0
@@ -1037,4 +1053,4 @@ def _run_groups(runs, piece, groups):
             count += 1
             groups[count] = k + 1
             held = np.int64(0)
-    return count
+    return max(count, 1)

@@ -67,9 +67,9 @@ class Format:
         TypeError, ValueError
             An array of another dtype, shape or layout, read-only or overlapping ``out``.
         """
-        check_array("x", x, dtype=np.float32)
+        check_array("x", x, dtype=FLOAT32.dtype)
         out = self._output(x, out, self.dtype)
-        args = (x.reshape(-1), self.code, out.reshape(-1), 0, cast_blocks(x.size))
+        args = (x.ravel(), self.code, out.ravel(), 0, cast_blocks(x.size))
         launch(_round_blocks, _round_blocks_parallel, x.size * CAST_WORK, *args)
         return out
 
@@ -94,8 +94,8 @@ class Format:
             An array of another dtype, shape or layout, read-only or overlapping ``out``.
         """
         check_array("bits", bits, dtype=self.dtype)
-        out = self._output(bits, out, np.dtype(np.float32))
-        args = (bits.reshape(-1), self.code, out.reshape(-1), 0, cast_blocks(bits.size))
+        out = self._output(bits, out, FLOAT32.dtype)
+        args = (bits.ravel(), self.code, out.ravel(), 0, cast_blocks(bits.size))
         launch(_widen_blocks, _widen_blocks_parallel, bits.size * CAST_WORK, *args)
         return out
 
@@ -105,7 +105,8 @@ class Format:
         if out is None:
             return np.empty(x.shape, dtype)
         check_array("out", out, dtype=dtype, shape=x.shape, writable=True)
-        check_no_overlap(x=x, out=out)
+        if np.may_share_memory(x, out):
+            check_no_overlap(x=x, out=out)
         return out
 
 

@@ -23,6 +23,7 @@ from zero_nb.core.kernels import (
     UPDATE_WORK,
     _adam,
     _adam_parallel,
+    _apart,
     _sgd,
     _sgd_parallel,
     launch,
@@ -106,29 +107,33 @@ def sgd_hyper(lr, momentum=0.0, weight_decay=0.0, grad_scale=1.0):
 
 
 def _prepare(buffers, grad, grad_format, param, param_format, runs, hyper, columns):
-    """Check everything an update touches; return flat param, codes, groups of runs, work.
+    """Check everything an update touches; return flat arrays, codes, groups of runs, work.
 
-    ``buffers`` are the float32 arrays that are written: (name, column, array).
+    ``buffers`` are the float32 arrays that are written, at most three: (name, column, array). The
+    flat arrays are these three (an empty one for each that is missing), the gradient, the
+    parameter.
     """
     for name, _, array in buffers:
-        check_array(name, array, dtype=np.float32, writable=True)
+        check_array(name, array, dtype=FLOAT32.dtype, writable=True)
     check_array("grad", grad, dtype=grad_format.dtype)
     if (param is None) != (param_format is None):
         raise ValueError("param and param_format belong together; give both or neither")
     if param is not None:
         check_array("param", param, dtype=param_format.dtype, writable=True)
-    check_array("hyper", hyper, dtype=np.float32, shape=(None, columns))
-    check_no_overlap(
-        **{name: array for name, _, array in buffers}, grad=grad, param=param, hyper=hyper
-    )
+    check_array("hyper", hyper, dtype=FLOAT32.dtype, shape=(None, columns))
+    flat = [array.ravel() for _, _, array in buffers]  # views, as all are C-contiguous
+    flat += [_NO_FLOATS] * (3 - len(flat))
+    flat += [grad.ravel(), _NO_BITS if param is None else param.ravel()]
+    if not _apart(*flat, hyper):
+        named = {name: array for name, _, array in buffers}
+        check_no_overlap(**named, grad=grad, param=param, hyper=hyper)
     written = [(name, column, array.size) for name, column, array in buffers]
     if param is not None:
         written.append(("param", PARAM, param.size))
     total = check_runs(runs, [("grad", GRAD, grad.size)], written, hyper_rows=len(hyper))
     codes = (grad_format.code, -1 if param is None else param_format.code)
-    flat_param = _NO_BITS if param is None else param.reshape(-1)
     work = total * UPDATE_WORK
-    return flat_param, codes, run_groups(runs, work), work
+    return flat, codes, run_groups(runs, work), work
 
 
 def adam_update(
@@ -183,18 +188,19 @@ def adam_update(
         ("exp_avg", STATE, exp_avg),
         ("exp_avg_sq", STATE, exp_avg_sq),
     )
-    flat_param, codes, groups, work = _prepare(
+    flat, codes, groups, work = _prepare(
         buffers, grad, grad_format, param, param_format, runs, hyper, ADAM_HYPER
     )
+    target, exp_avg, exp_avg_sq, grad, param = flat
     launch(
         _adam,
         _adam_parallel,
         work,
-        target.reshape(-1),
-        grad.reshape(-1),
-        exp_avg.reshape(-1),
-        exp_avg_sq.reshape(-1),
-        flat_param,
+        target,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        param,
         runs,
         hyper,
         bool(decoupled),
@@ -255,19 +261,20 @@ def sgd_update(
     buffers = [("target", TARGET, target)]
     if momentum_buffer is not None:
         buffers.append(("momentum_buffer", STATE, momentum_buffer))
-    flat_param, codes, groups, work = _prepare(
+    flat, codes, groups, work = _prepare(
         buffers, grad, grad_format, param, param_format, runs, hyper, SGD_HYPER
     )
     if momentum_buffer is None and (nesterov or np.any(hyper[:, SGD_MOMENTUM])):
         raise ValueError("momentum and nesterov need a momentum_buffer; give one of zeros")
+    target, momentum_buffer, _, grad, param = flat
     launch(
         _sgd,
         _sgd_parallel,
         work,
-        target.reshape(-1),
-        grad.reshape(-1),
-        _NO_FLOATS if momentum_buffer is None else momentum_buffer.reshape(-1),
-        flat_param,
+        target,
+        grad,
+        momentum_buffer,
+        param,
         runs,
         hyper,
         bool(nesterov),

@@ -102,6 +102,26 @@ def test_nan_stays_nan_with_its_sign():
     assert np.isnan(bfloat16_to_float32(np.array([0x7F81, 0xFFC0], np.uint16))).all()
 
 
+@pytest.mark.parametrize("place", [0, 1, 17, 36, None])
+@pytest.mark.parametrize("nan", [0x7F800001, 0xFFFFFFFF])
+def test_a_nan_in_a_block_changes_nothing_beside_it(nan, place):
+    # Every 16 upper bits that are no NaN, with lower bits below, on and above the middle; then
+    # blocks of them with a NaN somewhere. Expected: rounded in more bits than can overflow.
+    upper = np.delete(np.arange(1 << 16), np.r_[0x7F80:0x8000, 0xFF80:0x10000])
+    if numba.config.DISABLE_JIT:
+        upper = upper[::97]
+    bits = (upper[:, None] << 16 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).reshape(-1)
+    bits = bits[: len(bits) // 37 * 37].reshape(-1, 37)
+    expected = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    if place is not None:
+        bits[:, place], expected[:, place] = nan, 0x7FC0 | nan >> 16 & 0x8000
+    for block, want in zip(bits[::97], expected[::97], strict=True):
+        x = block.astype(np.uint32).view(np.float32)
+        assert np.array_equal(float32_to_bfloat16(x), want)
+    x = bits.astype(np.uint32).view(np.float32)
+    assert np.array_equal(float32_to_bfloat16(x), expected)
+
+
 @given(arrays(np.float32, st.integers(0, 7), elements=st.floats(width=32, allow_nan=False)))
 def test_rounding_agrees_with_exact_fractions(x):
     finite = x[np.isfinite(x)]

@@ -28,7 +28,8 @@ that and save a third of a copy's traffic; but what was written is then not in t
 calls that write more than STREAM_FROM bytes, which no cache would keep anyway, store that way.
 
 [Note: uint32] Inside njit ``uint32 op uint32`` is 64 bits wide, so each sub-expression is wrapped;
-without JIT a wrapping add would warn, so the formulas below never wrap.
+without JIT a wrapping add would warn, so the formulas below never wrap. (_nearest_bfloat16
+does for some NaNs, for which it is not meant; ``launch`` keeps the warning back.)
 """
 
 import ctypes
@@ -278,14 +279,21 @@ def _stream(to, source, count):
 
 
 @_jit()
-def _round_bfloat16(x):
-    """Round a float32 to bfloat16 bits, to nearest even; NaN becomes 0x7fc0 | sign."""
+def _nearest_bfloat16(x):
+    """Round a float32 that is not NaN to bfloat16 bits, to nearest even."""
     bits = np.float32(x).view(np.uint32)
-    if np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
-        return np.uint16(np.uint32(sign | np.uint32(0x7FC0)))
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> 16))
+
+
+@_jit()
+def _round_bfloat16(x):
+    """Round a float32 to bfloat16 bits, to nearest even; NaN becomes 0x7fc0 | sign."""
+    if np.isnan(x):
+        bits = np.float32(x).view(np.uint32)
+        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+        return np.uint16(np.uint32(sign | np.uint32(0x7FC0)))
+    return _nearest_bfloat16(x)
 
 
 @_jit()
@@ -368,14 +376,28 @@ def _widen(source, code, out):
 
 
 @_jit()
+def _round_numbers(source, out):
+    """Round one float32 block to bfloat16 bits as if there were no NaN; return whether one is.
+
+    To look for a NaN takes less than to choose at every element between two results.
+    """
+    nan = False
+    for i in range(out.size):
+        out[i] = _nearest_bfloat16(source[i])
+        nan |= np.isnan(source[i])
+    return nan
+
+
+@_jit()
 def _round(source, code, out):
     """Round one float32 block to any format."""
     if code == CODE_FLOAT32:
         for i in range(out.size):
             out[i] = source[i]
     elif code == CODE_BFLOAT16:
-        for i in range(out.size):
-            out[i] = _round_bfloat16(source[i])
+        if _round_numbers(source, out):
+            for i in range(out.size):
+                out[i] = _round_bfloat16(source[i])
     else:
         for i in range(out.size):
             out[i] = _round_float16(source[i])

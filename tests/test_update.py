@@ -28,6 +28,7 @@ def form(request, monkeypatch):
     monkeypatch.setattr(checks, "RUN_BLOCK", 4)
     if not JIT:
         monkeypatch.setattr(kernels, "CACHE_BLOCK", 4)
+        monkeypatch.setattr(kernels, "RUN_BLOCK", 4)
 
 
 def same_bits(a, b):
@@ -126,6 +127,46 @@ def test_sgd_has_the_bits_of_one_operation_at_a_time(fmt, world_size, kind):
     )  # fmt: skip
     for got, want in zip([problem.target, *problem.state, problem.param], expected, strict=True):
         assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("begins", [0, 1, 4, 12, 15])
+@pytest.mark.parametrize("rule", ["adam", "adam, L2", "sgd", "plain sgd"])
+def test_a_long_run_may_begin_anywhere_in_a_line_of_the_cache(rule, begins, monkeypatch):
+    numel = 20_001
+    if not JIT:
+        numel = 81
+        for name, size in (("CACHE_BLOCK", 16), ("RUN_BLOCK", 32), ("_LONG_RUN", 40)):
+            monkeypatch.setattr(kernels, name, size)
+    rng = np.random.default_rng(begins)
+    arrays = []
+    for _ in range(4):
+        array = np.full(numel + 48, SENTINEL)
+        line = -(array.ctypes.data // 4) % 16
+        arrays.append(array[line + begins : line + begins + numel + 2])
+        arrays[-1][1:-1] = rng.random(numel)
+    target, grad, m, v = arrays
+    before = [array.copy() for array in arrays]
+    param = np.full(numel + 2, LOUD, np.uint16)
+    runs = np.array([[0, 1, 1, 1, 1, numel, 0]])
+    given = {"param": param, "param_format": BFLOAT16}
+    p, g, a, b = (array[1:-1].copy() for array in arrays)
+    if "adam" in rule:
+        decoupled = rule == "adam"
+        kinds = {"weight_decay": 0.1, "step": 3, "decoupled": decoupled}
+        hyper = adam_hyper(1e-3, (0.9, 0.99), 1e-8, **kinds)[None]
+        p, a, b = naive.adam(p, g, a, b, hyper[0], decoupled)
+        adam_update(target, grad, m, v, runs, hyper, decoupled=decoupled, **given)
+    else:
+        plain = rule == "plain sgd"
+        hyper = sgd_hyper(0.1, 0.0 if plain else 0.9, 0.01)[None]
+        p, got = naive.sgd(p, g, None if plain else a, hyper[0], False)
+        a = a if plain else got
+        sgd_update(target, grad, None if plain else m, runs, hyper, **given)
+    for got, want, old in zip(arrays, (p, g, a, b), before, strict=True):
+        assert same_bits(got[1:-1], want)
+        assert same_bits(got[[0, -1]], old[[0, -1]])
+    assert same_bits(param[1:-1], BFLOAT16.round(p))
+    assert (param[[0, -1]] == LOUD).all()
 
 
 def test_every_mix_of_storage_formats_works():
@@ -301,6 +342,21 @@ def test_overlapping_buffers_are_refused(pair):
     with pytest.raises(ValueError, match=f"{pair[0]} and {pair[1]} overlap"):
         adam_update(**given, decoupled=True)
     assert (both == SENTINEL).all()
+
+
+def test_arrays_of_any_shape_are_written_where_they_are():
+    # Contiguous all the same: rows of one, with a stride that no step takes; no axis at all.
+    flat = good()
+    adam_update(**flat, decoupled=True)
+    apart = {n: np.full((2, 8), SENTINEL)[::2] for n in ("target", "exp_avg", "exp_avg_sq")}
+    given = good() | apart | {"param": np.full((2, 2, 2), LOUD, np.uint16)}
+    adam_update(**given, decoupled=True)
+    for name in ("target", "exp_avg", "exp_avg_sq", "param"):
+        assert same_bits(given[name].reshape(-1), flat[name])
+    scalar = np.full((), SENTINEL)
+    runs = np.array([[0, 0, 0, 0, 0, 1, 0]])
+    sgd_update(scalar, np.ones((), np.float32), None, runs, sgd_hyper(1.0)[None])
+    assert scalar == SENTINEL - 1
 
 
 def test_runs_may_come_in_any_order():

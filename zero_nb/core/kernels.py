@@ -700,6 +700,21 @@ def _first_overlap(lows, numels, item, starts, ends):
 # ---------------------------------------------------------------------------------------------
 # Element-wise optimizer updates on runs
 
+_LONG_RUN = 1 << 12  # elements; a shorter one is not worth its ends
+
+
+@_jit()
+def _before_line(x, at, numel):
+    """How many of a run's elements x[at : at + numel] come before the first that begins a line.
+
+    A vector that lies on two lines of the cache takes two accesses, and NumPy's large arrays begin
+    16 bytes after a line: an update in memory took a third longer. The arrays of an update mostly
+    begin alike, so one stands for all. None come before in a short run.
+    """
+    if numel < _LONG_RUN:
+        return 0
+    return -(np.int64(x.ctypes.data) // x.itemsize + at) % (_LINE // x.itemsize)
+
 
 @_jit()
 def _scale_block(g, scale):
@@ -767,12 +782,17 @@ def _adam(
     """Adam on groups first..last; codes are those of the gradient and the parameter (-1: none)."""
     one = np.float32(1.0)
     scratch = np.empty(CACHE_BLOCK, np.float32)
+    # What needs no scratch goes in long blocks, of which the processor fetches more ahead.
+    direct = decoupled and codes[0] != CODE_FLOAT16
+    block = RUN_BLOCK if direct else CACHE_BLOCK
     for k in range(groups[first], groups[last]):
         h = hyper[runs[k, HYPER]]
         scale, decay = h[ADAM_GRAD_SCALE], h[ADAM_DECAY]
         numel = runs[k, NUMEL]
-        for at in range(0, numel, CACHE_BLOCK):
-            size = min(CACHE_BLOCK, numel - at)
+        before = _before_line(target, runs[k, TARGET], numel)
+        for begin in range(before - block if before else 0, numel, block):
+            at = max(begin, 0)
+            size = min(begin + block, numel) - at
             here = runs[k, GRAD] + at
             given = grad[here : here + size]
             here = runs[k, TARGET] + at
@@ -780,9 +800,9 @@ def _adam(
             here = runs[k, STATE] + at
             m = exp_avg[here : here + size]
             v = exp_avg_sq[here : here + size]
-            if decoupled and codes[0] == CODE_FLOAT32:
+            if direct and codes[0] == CODE_FLOAT32:
                 _adam_float32(p, given, m, v, h, scale, decay)
-            elif decoupled and codes[0] == CODE_BFLOAT16:
+            elif direct:
                 _adam_bfloat16(p, given, m, v, h, scale, decay)
             else:
                 g = scratch[:size]
@@ -847,8 +867,10 @@ def _sgd(target, grad, momentum_buffer, param, runs, hyper, nesterov, codes, gro
     for k in range(groups[first], groups[last]):
         h = hyper[runs[k, HYPER]]
         numel = runs[k, NUMEL]
-        for at in range(0, numel, CACHE_BLOCK):
-            size = min(CACHE_BLOCK, numel - at)
+        before = _before_line(target, runs[k, TARGET], numel)
+        for begin in range(before - CACHE_BLOCK if before else 0, numel, CACHE_BLOCK):
+            at = max(begin, 0)
+            size = min(begin + CACHE_BLOCK, numel) - at
             g = scratch[:size]
             here = runs[k, GRAD] + at
             _widen(grad[here : here + size], codes[0], g)

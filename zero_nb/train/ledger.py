@@ -81,8 +81,9 @@ class Ledger:
         self.phase = "outside"
         self.listener = None
         self.events = []
-        self._entries = {}  # id of the owner -> (weak reference, kind, label, bytes per rank)
-        self._current = {kind: np.zeros(hosted, np.int64) for kind in KINDS}
+        self._entries = {}  # id of the owner -> (weak reference, kind, label, ranks, bytes of each)
+        self._table = np.zeros((len(KINDS), hosted), np.int64)
+        self._current = dict(zip(KINDS, self._table, strict=True))  # views of the table's rows
         self._total = np.zeros(hosted, np.int64)
         self._largest = dict.fromkeys(KINDS, 0)
         self._peak = 0
@@ -115,33 +116,39 @@ class Ledger:
             if known[1] == kind:
                 return array
             self._book_out(key)
-        span = slice(None) if rank_index is None else rank_index
-        ranks = self._current[kind][span].size
-        per_rank = np.zeros(self.hosted, np.int64)
+        span = self._span(rank_index)
+        ranks = self._total[span].size
         # Rows of one array are equally long; what does not divide would be a wrong rank axis.
         assert owner.nbytes % max(ranks, 1) == 0, (owner.shape, ranks)
-        per_rank[span] = owner.nbytes // ranks
+        per_rank = owner.nbytes // ranks
         reference = weakref.ref(owner, lambda _, key=key: self._book_out(key))
-        self._entries[key] = (reference, kind, label, per_rank)
-        self._book(kind, label, per_rank)
+        self._entries[key] = (reference, kind, label, span, per_rank)
+        self._book(kind, label, span, per_rank)
         return array
+
+    def _span(self, rank_index):
+        """Return the hosted ranks that an index, a slice or None (all of them) means, a slice."""
+        if rank_index is None or isinstance(rank_index, slice):
+            return slice(None) if rank_index is None else rank_index
+        first = range(self.hosted)[rank_index]
+        return slice(first, first + 1)
 
     def _book_out(self, key):
         """Forget the owner `key`: it was freed, or moves to another kind."""
-        _, kind, label, per_rank = self._entries.pop(key)
-        self._book(kind, label, -per_rank)
+        _, kind, label, span, per_rank = self._entries.pop(key)
+        self._book(kind, label, span, -per_rank)
 
-    def _book(self, kind, label, delta):
-        """Change the running sums and note the event."""
+    def _book(self, kind, label, span, change):
+        """Add `change` to the running sums of the ranks in `span` and note the event."""
         current = self._current[kind]
-        current += delta
-        self._total += delta
-        self._largest[kind] = max(self._largest[kind], int(current.max()))
-        self._peak = max(self._peak, int(self._total.max()))
+        for sums in (current[span], self._total[span]):
+            sums += change
+        fullest = int(self._total.argmax())
+        if change > 0:  # what is freed sets no record
+            self._largest[kind] = max(self._largest[kind], int(current[current.argmax()]))
+            self._peak = max(self._peak, int(self._total[fullest]))
         if self.record or self.listener is not None:
-            fullest = int(self._total.argmax())
-            change = int(delta[np.abs(delta).argmax()])
-            totals = {name: int(values[fullest]) for name, values in self._current.items()}
+            totals = dict(zip(KINDS, self._table[:, fullest].tolist(), strict=True))
             event = LedgerEvent(self.phase, label, kind, change, totals)
             if self.record:
                 self.events.append(event)

@@ -22,7 +22,8 @@ padded (padding rows would change bits). A rank's bits do not depend on its chun
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -464,6 +465,7 @@ def _rows(arrays, ranks):
     return {name: array[ranks] for name, array in arrays.items()}
 
 
+@cache
 def _threads():
     """Number of threads that compute ranks side by side."""
     return max(1, os.cpu_count() or 1)
@@ -471,25 +473,41 @@ def _threads():
 
 @cache
 def _pool():
-    """Return the threads that compute chunks of ranks, started at first use."""
-    return ThreadPoolExecutor(_threads(), thread_name_prefix="zero_nb-rank")
+    """Return the threads that help to compute chunks of ranks, started at first use."""
+    return ThreadPoolExecutor(max(1, _threads() - 1), thread_name_prefix="zero_nb-rank")
 
 
 def _each(function, count):
-    """Return function(0), ..., function(count - 1), computed side by side."""
+    """Return function(0), ..., function(count - 1), computed side by side.
+
+    This thread takes its share, and all of it if the others are slow to wake up: a small layer is
+    done sooner than a sleeping thread is there.
+    """
     if count == 1:
         return [function(0)]
     # A thread still refers to its job for a moment after it has said that it is done. Through
-    # `call` that job reaches the arrays only as long as they are needed here: memory is given
+    # `work` that job reaches the arrays only as long as they are needed here: memory is given
     # back when this thread drops it, and so the ledger counts the same bytes in every run.
-    job, results = [function], [None] * count
+    job, results, waiting = [function], [None] * count, deque(range(count))
 
-    def call(index):
-        results[index] = job[0](index)
+    def work():
+        while True:
+            try:
+                index = waiting.popleft()
+            except IndexError:
+                return
+            results[index] = job[0](index)
 
+    helpers = [_pool().submit(work) for _ in range(min(count, _threads()) - 1)]
     try:
-        for _ in _pool().map(call, range(count)):
-            pass
+        try:
+            work()
+        finally:
+            waiting.clear()  # after an error nothing more is begun
+            helpers = [helper for helper in helpers if not helper.cancel()]
+            wait(helpers)
+        for helper in helpers:
+            helper.result()  # raises what was raised there
         return results.copy()
     finally:
         job.clear()

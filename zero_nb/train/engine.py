@@ -503,7 +503,7 @@ def _each(function, count):
         try:
             work()
         finally:
-            waiting.clear()  # after an error nothing more is begun
+            waiting.clear()  # after an error here nothing more is begun
             helpers = [helper for helper in helpers if not helper.cancel()]
             wait(helpers)
         for helper in helpers:

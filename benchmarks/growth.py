@@ -42,9 +42,11 @@ class Cycle:
         (self.unit,) = self.optimizer.units
         shape = (world_size, self.unit.layout.padded_numel)
         self.grad_RF = np.full(shape, 1e-3, np.float32)
-        full = shape[0] * shape[1]
-        # R * F read and F written; the update of F elements; F read and R * F written.
-        self.bytes_moved = 2 * 4 * (full + shape[1]) + UPDATE_BYTES * shape[1]
+        summed = shape[0] * shape[1] + shape[1]  # R * F read, F written
+        # Every shard stands in its owner's row already: F read, (R - 1) * F written to the others,
+        # and with one rank nothing at all.
+        gathered = shape[0] * shape[1] if world_size > 1 else 0
+        self.bytes_moved = 4 * (summed + gathered) + UPDATE_BYTES * shape[1]
 
     def __call__(self):
         """Go through it once."""

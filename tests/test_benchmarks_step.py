@@ -52,8 +52,9 @@ def test_the_cycle_of_the_growth_benchmark_updates_every_rank_alike():
     after = cycle.unit.param
     assert np.all(after[:, :10] < before[:, :10])  # the gradient is positive
     assert all(np.array_equal(row, after[0]) for row in after)
-    # 4 rows of 12: read and written once, the sum and the shards between; the update of 12.
-    assert cycle.bytes_moved == 2 * 4 * (48 + 12) + 28 * 12
+    # 4 rows of 12: read for a sum of 12; the update of 12; 12 read and written to 3 other rows.
+    assert cycle.bytes_moved == 4 * (48 + 12) + 28 * 12 + 4 * (12 + 36)
+    assert growth.Cycle(1, 12).bytes_moved == 4 * (12 + 12) + 28 * 12  # no other row
 
 
 def test_growth_gives_a_row_for_ranks_sizes_and_plans():

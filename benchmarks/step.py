@@ -85,7 +85,10 @@ class Side:
             flag = f"--xla_force_host_platform_device_count={settings['world_size']}"
             environments = [{"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}]
         else:
-            environments = [{}]
+            # OpenBLAS lets its second thread spin for 25 ms after a product, on the core that the
+            # kernels' second thread needs then; 2**16 cycles are some 20 microseconds, about what
+            # our kernels' threads wait (zero_nb/core/threads.py). It is read when NumPy is loaded.
+            environments = [{"OPENBLAS_THREAD_TIMEOUT": 16}]
         self.workers = [stack.enter_context(Worker(words, **env)) for env in environments]
 
     def run(self, way, steps):

@@ -224,7 +224,7 @@ def quiz(notebook, form="A"):
     Quiz
     """
     found = select(notebook, form)
-    return Quiz("Choose an option to open what it says.", found)
+    return Quiz("Choose an option to read what it says.", found)
 
 
 def select(notebook=None, form=None):

@@ -154,6 +154,7 @@ if hasattr(os, "register_at_fork"):
 
 _LINE = 64  # bytes of a line of the cache; _copy_lines and _stream_lines store one at a time
 _LEAST_STREAM = 2048  # bytes; a shorter copy is not worth its ends
+_LONG_RUN = 1 << 12  # elements; a shorter run is not worth its ends either
 
 
 if numba.config.DISABLE_JIT:
@@ -247,6 +248,19 @@ def _address(array, start):
 def _until_line(array, start, stop):
     """Return where the first line begins in array[start:stop]: chunks from there on are aligned."""
     return min(start + (-_address(array, start) & (_LINE - 1)) // array.itemsize, stop)
+
+
+@_jit()
+def _before_line(array, start, stop):
+    """How many elements of array[start:stop] come before its first line; none if it is short.
+
+    A vector that lies on two lines of the cache takes two accesses, and NumPy's large arrays begin
+    16 bytes after a line: an update in memory took a third longer. Arrays that belong together
+    mostly begin alike, so one stands for all.
+    """
+    if stop - start < _LONG_RUN:
+        return 0
+    return _until_line(array, start, stop) - start
 
 
 @_jit()
@@ -700,21 +714,6 @@ def _first_overlap(lows, numels, item, starts, ends):
 # ---------------------------------------------------------------------------------------------
 # Element-wise optimizer updates on runs
 
-_LONG_RUN = 1 << 12  # elements; a shorter one is not worth its ends
-
-
-@_jit()
-def _before_line(x, at, numel):
-    """How many of a run's elements x[at : at + numel] come before the first that begins a line.
-
-    A vector that lies on two lines of the cache takes two accesses, and NumPy's large arrays begin
-    16 bytes after a line: an update in memory took a third longer. The arrays of an update mostly
-    begin alike, so one stands for all. None come before in a short run.
-    """
-    if numel < _LONG_RUN:
-        return 0
-    return -(np.int64(x.ctypes.data) // x.itemsize + at) % (_LINE // x.itemsize)
-
 
 @_jit()
 def _scale_block(g, scale):
@@ -789,7 +788,7 @@ def _adam(
         h = hyper[runs[k, HYPER]]
         scale, decay = h[ADAM_GRAD_SCALE], h[ADAM_DECAY]
         numel = runs[k, NUMEL]
-        before = _before_line(target, runs[k, TARGET], numel)
+        before = _before_line(target, runs[k, TARGET], runs[k, TARGET] + numel)
         for begin in range(before - block if before else 0, numel, block):
             at = max(begin, 0)
             size = min(begin + block, numel) - at
@@ -867,7 +866,7 @@ def _sgd(target, grad, momentum_buffer, param, runs, hyper, nesterov, codes, gro
     for k in range(groups[first], groups[last]):
         h = hyper[runs[k, HYPER]]
         numel = runs[k, NUMEL]
-        before = _before_line(target, runs[k, TARGET], numel)
+        before = _before_line(target, runs[k, TARGET], runs[k, TARGET] + numel)
         for begin in range(before - CACHE_BLOCK if before else 0, numel, CACHE_BLOCK):
             at = max(begin, 0)
             size = min(begin + CACHE_BLOCK, numel) - at
@@ -907,8 +906,10 @@ def _sgd_parallel(
 def _largest_bits(bits, mask):
     """The largest magnitude of a run, as bits without the sign."""
     largest = np.uint32(0)
-    for i in range(bits.size):
-        largest = np.uint32(max(largest, np.uint32(np.uint32(bits[i]) & mask)))
+    before = _before_line(bits, 0, bits.size)
+    for part in (bits[:before], bits[before:]):
+        for i in range(part.size):
+            largest = np.uint32(max(largest, np.uint32(np.uint32(part[i]) & mask)))
     return largest
 
 
@@ -965,10 +966,13 @@ def _squares_loop(x, bits, code, mask, start):
     """
     patterns = np.int64(0)
     largest = np.uint32(0)
-    for i in range(x.size):
-        wide = np.float64(_wide(x[i], code))
-        patterns += np.float64(wide * wide + start).view(np.int64)
-        largest = np.uint32(max(largest, np.uint32(np.uint32(bits[i]) & mask)))
+    before = _before_line(x, 0, x.size)
+    for first, last in ((0, before), (before, x.size)):
+        part, same = x[first:last], bits[first:last]
+        for i in range(part.size):
+            wide = np.float64(_wide(part[i], code))
+            patterns += np.float64(wide * wide + start).view(np.int64)
+            largest = np.uint32(max(largest, np.uint32(np.uint32(same[i]) & mask)))
     return patterns, largest
 
 

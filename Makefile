@@ -91,8 +91,8 @@ bench: $(READY)
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(PEERS): PyTorch and JAX are large"
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS_PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-	    torch==2.13.0 jax optax ml_dtypes
+	$(PEERS_PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    -e ".[lab,mpi,dev]" torch==2.13.0 jax optax ml_dtypes
 	$(PEERS_PY) -c "open('$(PEERS)/.ready', 'w').close()"
 
 bench-peers: $(PEERS)/.ready

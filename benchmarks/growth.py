@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 
 import numpy as np
 from _timing import ROOT, Others, Row, finish, medians, memory_bytes, parser, take_turns
@@ -224,19 +225,20 @@ def notebooks(quick):
         "import sys; sys.path.insert(0, 'tools'); from pathlib import Path; import nbtools\n"
         "path = Path({path!r}); nbtools.execute(path.read_text(encoding='utf-8'), path.parent)"
     )
+    told = {"what": "notebooks, seconds one after the other", "against": "-", "at_most": True}
+    if not all(map(find_spec, ("nbformat", "nbclient", "ipykernel"))):
+        return [Row(case=f"{len(paths)} files", measured=None, note="nbclient is missing", **told)]
     seconds = {}
     for path in paths[:1] if quick else paths:
         name = path.relative_to(ROOT / "notebooks").as_posix()
         seconds[name] = in_fresh_python(timed_program(program.format(path=str(path))))
     return [
         Row(
-            what="notebooks, seconds one after the other",
             case=f"{len(seconds)} files",
-            against="-",
             measured=sum(seconds.values()),
             seconds=seconds,
-            at_most=True,
             note="the slowest: " + max(seconds, key=seconds.get) if seconds else "none found",
+            **told,
         )
     ]
 

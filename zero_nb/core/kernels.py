@@ -1001,12 +1001,11 @@ def _max_and_squares(grad, bits, mask, code, runs, guess, k, of_run, squares, gr
     for r in range(groups[first], groups[last]):
         stop = runs[r, GRAD] + runs[r, NUMEL]
         x, b = grad[runs[r, GRAD] : stop], bits[runs[r, GRAD] : stop]
-        if exponent == NO_GRID:
-            exponent = _exponent(_largest_bits(b, mask), code)
         total, largest = np.int64(0), np.uint32(0)
-        if exponent == NO_GRID:  # nothing but zeros so far, or not finite
+        if exponent == NO_GRID:
             largest = _largest_bits(b, mask)
-        else:
+            exponent = _exponent(largest, code)
+        if exponent != NO_GRID:  # else nothing but zeros so far, or not finite
             total, largest = _squares_of_run(x, b, code, mask, exponent, k)
             if _exponent(largest, code) > exponent:
                 exponent = _exponent(largest, code)
